@@ -1,0 +1,97 @@
+"""Resumable work folders, keyed by a fingerprint, outside every DVC output.
+
+DVC deletes a stage's outputs before it runs the stage, so what a killed stage had finished must live elsewhere:
+``$FOREDRAFT_SCRATCH/<stage>/<fingerprint>/``. The fingerprint covers params, input digests and code, so work done under
+other params can never be taken up by mistake, and is found again when the params come back.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from foredraft.artifacts import Manifest, file_digest, fingerprint, publish
+from foredraft.imports import ROOT, import_closure
+
+
+def scratch_root() -> Path:
+    """``$FOREDRAFT_SCRATCH``, by default ``.scratch`` in the repository.
+
+    ``dvc exp run --temp`` works in a copy under ``.dvc/tmp`` that it deletes: the copy shares its repository's scratch.
+    """
+    owner = next((folder.parent for folder in ROOT.parents if folder.name == ".dvc"), ROOT)
+    return Path(os.environ.get("FOREDRAFT_SCRATCH", owner / ".scratch")).resolve()
+
+
+def work_fingerprint(script: str, params: dict[str, Any], inputs: dict[str, Manifest]) -> str:
+    """Fingerprint of a stage's work: its params, its inputs' content and the code it imports."""
+    closure = import_closure(ROOT / "stages" / f"{script}.py")
+    return fingerprint(
+        {
+            "params": params,
+            "inputs": {name: manifest.fingerprint for name, manifest in inputs.items()},
+            "code": {str(path.relative_to(ROOT)): file_digest(path) for path in closure},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A locked work folder. What has its final name in it is complete."""
+
+    path: Path
+
+    def has(self, name: str) -> bool:
+        """Whether ``name`` was finished, by this run or an earlier one."""
+        return (self.path / name).exists()
+
+    def write(self, name: str, writer: Callable[[Path], None]) -> Path:
+        """Let ``writer`` write a temporary file, make it durable, and give it its name."""
+        final = self.path / name
+        partial = final.with_name(f"{final.name}.tmp")
+        writer(partial)
+        with partial.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(partial, final)
+        return final
+
+    def publish(self, out: Path, manifest: Manifest, names: list[str]) -> None:
+        """Hard-link finished files into ``out`` (a copy only across file systems), sealed with ``manifest``."""
+        with publish(out, manifest) as building:
+            for name in names:
+                _link(self.path / name, building / name)
+
+
+@contextmanager
+def open_scratch(stage: str, key: str) -> Iterator[Scratch]:
+    """Take the work folder of ``stage`` (such as ``extract-code``) under fingerprint ``key``, for this process alone.
+
+    Raises:
+        ValueError: another live process holds it. A killed process holds nothing: the lock dies with it.
+    """
+    path = scratch_root() / stage / key[:16]
+    path.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{path} is being written by another process; wait for it, or stop it") from None
+    try:
+        for partial in path.glob("*.tmp"):
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+        yield Scratch(path)
+    finally:
+        lock.release()
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,91 @@
+"""Who guesses: the drafter, or the text itself (prompt lookup).
+
+Shapes: ``B`` rows, ``S`` slots, ``L`` taps, ``D`` hidden size.
+"""
+
+from typing import Protocol
+
+import torch
+
+from foredraft.drafter.masks import decoding_mask
+from foredraft.drafter.model import Drafter, LayerContext
+from foredraft.speculation.session import Slots
+from foredraft.target.frozen import FrozenTarget
+
+
+class Proposer(Protocol):
+    """Proposes drafts for every row of a batch."""
+
+    def observe(self, slots: Slots) -> None:
+        """Take in what the target has just read."""
+
+    def propose(self, sequences: list[list[int]]) -> list[list[int]]:
+        """Drafts that continue each row's committed tokens (prompt included); a row may get fewer, or none."""
+
+
+class DFlashProposer:
+    """A drafter beside its target. Context features are projected once and kept, masked like the target's cache."""
+
+    def __init__(self, drafter: Drafter, target: FrozenTarget):
+        self._drafter, self._target = drafter, target
+        self._context: list[LayerContext] = []
+        self._positions = torch.zeros(0)
+        self._valid = torch.zeros(0)
+
+    def observe(self, slots: Slots) -> None:
+        new = self._drafter.read_context(slots.taps.to(self._drafter.fc.weight.dtype), slots.positions)
+        if not self._context:
+            self._context, self._positions, self._valid = new, slots.positions, slots.valid
+            return
+        self._context = [
+            LayerContext(torch.cat([old.keys, more.keys], dim=2), torch.cat([old.values, more.values], dim=2))
+            for old, more in zip(self._context, new, strict=True)
+        ]
+        self._positions = torch.cat([self._positions, slots.positions], dim=1)
+        self._valid = torch.cat([self._valid, slots.valid], dim=1)
+
+    def propose(self, sequences: list[list[int]]) -> list[list[int]]:
+        choice = self._drafter.shape.choice
+        device = self._positions.device
+        anchors = torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)  # (B)
+        block = torch.full((len(sequences), choice.block_size), choice.mask_token_id, device=device)  # (B, S)
+        block[:, 0] = torch.tensor([sequence[-1] for sequence in sequences], device=device)
+        masks = {
+            kind: decoding_mask(
+                anchors,
+                choice.block_size,
+                self._positions,
+                self._valid,
+                None if kind == "full_attention" else choice.sliding_window,
+            )
+            for kind in set(choice.layer_types)
+        }
+        positions = anchors[:, None] + torch.arange(choice.block_size, device=device)
+        hidden = self._drafter(self._target.embeddings(block), positions, self._context, masks)
+        return self._target.head(hidden[:, 1:]).argmax(-1).tolist()
+
+
+class LookupProposer:
+    """Prompt lookup: what followed the last time that the text ended like this.
+
+    The last ``ngram`` tokens are searched in all that came before, latest match first; then one token fewer, down to one.
+    """
+
+    def __init__(self, drafts: int, ngram: int):
+        self._drafts, self._ngram = drafts, ngram
+
+    def observe(self, slots: Slots) -> None:
+        """Features are of no use here."""
+
+    def propose(self, sequences: list[list[int]]) -> list[list[int]]:
+        return [self.continuation(sequence) for sequence in sequences]
+
+    def continuation(self, sequence: list[int]) -> list[int]:
+        """Drafts for one sequence."""
+        for size in range(min(self._ngram, len(sequence) - 1), 0, -1):
+            ending = sequence[-size:]
+            for start in range(len(sequence) - size - 1, -1, -1):
+                if sequence[start : start + size] == ending:
+                    return sequence[start + size : start + size + self._drafts]
+        return []
+

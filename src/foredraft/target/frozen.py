@@ -1,0 +1,107 @@
+"""The frozen target: loaded as Transformers loads it, tapped by hooks.
+
+A tap k is the residual stream after 0-based decoder block k, before any final norm. Hooks on the blocks give it for
+every k, the last block included, where ``output_hidden_states`` would already have been normed.
+
+Shapes: ``B`` sequences, ``T`` tokens, ``L`` taps, ``D`` hidden size, ``V`` vocabulary rows.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from foredraft.target.config import TargetConfig
+
+
+class FrozenTarget:
+    """A causal LM that is only read.
+
+    Attributes:
+        model: the Transformers model, in eval mode, without gradients.
+        layer_ids: the tapped blocks.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
+        self.model: Any = model.eval().requires_grad_(False)
+        self.layer_ids = tuple(layer_ids)
+        decoder: Any = self.model.get_decoder()
+        self.blocks: nn.ModuleList = decoder.layers
+        check_layer_ids(self.layer_ids, len(self.blocks))
+        self._captured: dict[int, Tensor] = {}
+        for layer_id in self.layer_ids:
+            self.blocks[layer_id].register_forward_hook(self._capture(layer_id))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.model.device
+
+    @property
+    def head(self) -> nn.Module:
+        """The LM head (tied or not), found through the model, never by a key's name."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def embeddings(self) -> nn.Module:
+        """The input embeddings."""
+        return self.model.get_input_embeddings()
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Read right-padded rows without a cache and without logits.
+
+        Args:
+            input_ids, attention_mask: ``(B, T)``.
+
+        Returns:
+            taps ``(B, T, L, D)`` and the final hidden states after the final norm ``(B, T, D)``.
+        """
+        decoder = self.model.get_decoder()
+        output = decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return self.taps(), output.last_hidden_state
+
+    def step(self, input_ids: Tensor, cache: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Feed tokens on top of ``cache``; returns taps ``(B, T, L, D)`` and logits ``(B, T, V)``."""
+        output = self.model(input_ids=input_ids, cache=cache, use_cache=True, **kwargs)
+        return self.taps(), output.logits
+
+    def taps(self) -> Tensor:
+        """What the hooks saw in the last forward pass, ``(B, T, L, D)``."""
+        return torch.stack([self._captured[layer_id] for layer_id in self.layer_ids], dim=2)
+
+    def _capture(self, layer_id: int) -> Any:
+        def hook(_block: nn.Module, _inputs: Any, output: Any) -> None:
+            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+
+def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:
+    """Refuse taps that are repeated or out of range.
+
+    Raises:
+        ValueError: names the ids and the number of layers.
+    """
+    if not layer_ids or len(set(layer_ids)) != len(layer_ids) or not all(0 <= k < layers for k in layer_ids):
+        raise ValueError(
+            f"target_layer_ids = {list(layer_ids)}: expected distinct 0-based decoder blocks of a target "
+            f"that has {layers} (0 to {layers - 1})"
+        )
+
+
+def load_target(folder: Path, config: TargetConfig, layer_ids: Sequence[int], device: str | None = None) -> FrozenTarget:
+    """Load the checkpoint in ``folder`` the stock way: no blanket cast, so ``A_log`` and its kin keep their dtype."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=getattr(torch, config.dtype),
+        trust_remote_code=config.trust_remote_code,
+    )
+    return FrozenTarget(model.to(device or default_device()), layer_ids)
+
+
+def default_device() -> str:
+    """``cuda`` where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,95 @@
+"""Where the target's full weights lie on this machine; they are a cache, never an artefact."""
+
+import os
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+from foredraft.artifacts import file_digest, fingerprint
+from foredraft.scratch import scratch_root
+from foredraft.sources.config import FetchConfig
+from foredraft.sources.download import download
+from foredraft.sources.uri import parse_uri
+from foredraft.target.config import TargetConfig
+
+
+def checkpoint_folder(target: TargetConfig, fetch: FetchConfig) -> Path:
+    """A folder in Transformers' layout, downloaded and (from GGUF) converted once for each machine.
+
+    Raises:
+        ValueError: the target cannot be had, or the folder holds no ``config.json``.
+    """
+    uri = parse_uri(target.uri)
+    if uri.scheme == "hf":
+        folder = _snapshot(uri.name, uri.revision)
+    elif uri.scheme == "file":
+        folder = Path(uri.name)
+    else:
+        folder = _unpacked(target, fetch)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"target.uri: {target.uri}: no config.json in {folder}")
+    return folder
+
+
+def checkpoint_digest(target: TargetConfig, folder: Path) -> str:
+    """What pins the weights: the commit, the wheel's digest, or the digest of the local files."""
+    if pinned := parse_uri(target.uri).revision if target.uri.startswith("hf:") else target.sha256:
+        return pinned
+    weights = sorted(path for path in folder.iterdir() if path.suffix in {".safetensors", ".json"})
+    return fingerprint({path.name: file_digest(path) for path in weights})
+
+
+def _snapshot(name: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"target.uri: hf:{name}@{revision} cannot be downloaded ({reason}); check the name, the network, "
+            "and `hf auth login` if it is gated"
+        ) from error
+
+
+def _unpacked(target: TargetConfig, fetch: FetchConfig) -> Path:
+    key = fingerprint([target.uri, target.sha256, target.dtype, version("transformers"), version("gguf")])
+    folder = scratch_root() / "targets" / key[:16]
+    if folder.exists():
+        return folder
+    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    raw = folder.with_name(f"{folder.name}.{os.getpid()}.raw.tmp")
+    try:
+        files = download(target, fetch, raw)
+        checkpoints = [path for path in files if path.suffix == ".gguf"]
+        if len(checkpoints) == 1:
+            _convert_gguf(checkpoints[0], target, building)
+        else:
+            configs = [path.parent for path in files if path.name == "config.json"]
+            if len(configs) != 1:
+                raise ValueError(f"target.uri: {target.uri} holds {len(configs)} config.json and no single .gguf file")
+            shutil.copytree(configs[0], building)
+        os.replace(building, folder)
+    finally:
+        shutil.rmtree(raw, ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)
+    return folder
+
+
+def _convert_gguf(path: Path, target: TargetConfig, out: Path) -> None:
+    """De-quantise; without ``dequantize`` the loaded model refuses to be saved."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=getattr(torch, target.dtype),
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    # A GGUF says nothing of the tokenizer's limit, and Transformers then puts 1e30.
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)

@@ -1,0 +1,58 @@
+"""Token shards: many documents back to back.
+
+One safetensors file holds ``input_ids (T) int32``, ``loss_mask (T) uint8`` (1 where a token is the target's own answer)
+and ``offsets (documents + 1) int64``. Its split is in its name: ``train-00000.safetensors``.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foredraft.artifacts import Manifest, open_artifact
+
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class TokenShard:
+    """The documents of one shard, back to back."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    offsets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def document(self, index: int) -> tuple[Tensor, Tensor]:
+        """Ids and mask of one document, views."""
+        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return self.input_ids[span], self.loss_mask[span]
+
+
+def pack(documents: list[tuple[list[int], list[int]]]) -> TokenShard:
+    """Lay ``(ids, mask)`` documents back to back."""
+    lengths = torch.tensor([len(ids) for ids, _ in documents])
+    return TokenShard(
+        input_ids=torch.tensor([token for ids, _ in documents for token in ids], dtype=torch.int32),
+        loss_mask=torch.tensor([bit for _, mask in documents for bit in mask], dtype=torch.uint8),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+    )
+
+
+def write_shard(shard: TokenShard, path: Path) -> None:
+    """Write one shard."""
+    save_file(vars(shard), path)
+
+
+def read_shard(path: Path) -> TokenShard:
+    """Read one shard."""
+    return TokenShard(**load_file(path))
+
+
+def open_tokens(folder: Path, name: str) -> Manifest:
+    """Verify the token shards of source ``name``."""
+    return open_artifact(folder, "tokens", f"dvc repro prepare@{name}")

@@ -1,0 +1,138 @@
+"""Feature shards -> batches of padded documents with their anchors.
+
+Everything is a function of (data, seed, epoch, step), so a resumed run repeats and skips nothing.
+
+Shapes: ``B`` documents, ``T`` tokens, ``L`` taps, ``D`` hidden size, ``N`` anchors, ``K`` top-k.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from foredraft.artifacts import ArtifactError, Manifest, require_same_contract
+from foredraft.drafter.blocks import Blocks, anchor_budgets, build_blocks, draw_anchors
+from foredraft.features.layout import Document, FeatureShard, open_features
+
+BUCKET_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents of a step, right-padded; ``topk_*`` are spread to the positions they belong to."""
+
+    names: list[str]
+    target_hidden: Tensor  # (B, T, L, D)
+    input_ids: Tensor  # (B, T)
+    topk_ids: Tensor  # (B, T, K)
+    topk_logprobs: Tensor  # (B, T, K)
+    blocks: Blocks
+
+
+class FeatureData:
+    """All documents of one split over all sources, mapped.
+
+    Attributes:
+        names: ``source/shard#index`` of each document, for messages.
+        lengths, supervised: tokens of each document.
+    """
+
+    def __init__(self, folders: dict[str, Path], split: str):
+        self.shards: list[FeatureShard] = []
+        self.names: list[str] = []
+        self._where: list[tuple[int, int]] = []
+        for source, folder in folders.items():
+            for path in sorted(folder.glob(f"{split}-*.safetensors")):
+                shard = FeatureShard(path, f"dvc repro extract@{source}")
+                self._where += [(len(self.shards), index) for index in range(len(shard))]
+                self.names += [f"{source}/{path.name}#{index}" for index in range(len(shard))]
+                self.shards.append(shard)
+        self.lengths = [self.shards[shard].length(index) for shard, index in self._where]
+        self.supervised = [self.shards[shard].supervised(index) for shard, index in self._where]
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def document(self, index: int) -> Document:
+        """Read one document.
+
+        Raises:
+            ArtifactError: its states are not finite, or all zero; names the shard and document.
+        """
+        shard, row = self._where[index]
+        document = self.shards[shard].document(row)
+        states = document.target_hidden
+        if not bool(states.isfinite().all()) or not bool(states.any(dim=-1).all()):
+            raise ArtifactError(self.shards[shard].path, f"document {row} has zero or non-finite states", "rerun extract")
+        return document
+
+    def occurring_ids(self) -> Tensor:
+        """Sorted vocabulary ids that occur in the data or in the target's top-k."""
+        parts = [part.flatten().long() for shard in self.shards for part in (shard.topk_ids, shard.input_ids)]
+        return torch.cat(parts).unique()
+
+    def epoch(self, seed: int, epoch: int, tokens_per_step: int) -> list[list[int]]:
+        """Documents of each step of one epoch: shuffled, then bucketed by length within a window of steps."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self), generator=generator).tolist()
+        steps: list[list[int]] = []
+        for bucket in self._buckets(order, tokens_per_step * BUCKET_STEPS):
+            steps += self._fill(sorted(bucket, key=lambda i: (-self.lengths[i], i)), tokens_per_step)
+        return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
+
+    def _buckets(self, order: list[int], tokens: int) -> list[list[int]]:
+        buckets: list[list[int]] = [[]]
+        held = 0
+        for index in order:
+            if held >= tokens:
+                buckets.append([])
+                held = 0
+            buckets[-1].append(index)
+            held += self.lengths[index]
+        return buckets
+
+    def _fill(self, indices: list[int], tokens: int) -> list[list[int]]:
+        steps: list[list[int]] = []
+        for index in indices:
+            if not steps or (len(steps[-1]) + 1) * self.lengths[steps[-1][0]] > tokens:
+                steps.append([])
+            steps[-1].append(index)
+        return steps
+
+    def batch(self, indices: list[int], anchors: int, block_size: int, generator: torch.Generator) -> Batch:
+        """Read documents, draw their anchors, and pad."""
+        documents = [self.document(i) for i in indices]
+        budgets = anchor_budgets([self.supervised[i] for i in indices], anchors)
+        drawn = [draw_anchors(d.loss_mask, n, generator) for d, n in zip(documents, budgets, strict=True)]
+        loss_mask = pad_sequence([d.loss_mask for d in documents], batch_first=True)
+        return Batch(
+            names=[self.names[i] for i in indices],
+            target_hidden=pad_sequence([d.target_hidden for d in documents], batch_first=True),
+            input_ids=pad_sequence([d.input_ids for d in documents], batch_first=True),
+            topk_ids=_spread([d.topk_ids for d in documents], loss_mask),
+            topk_logprobs=_spread([d.topk_logprobs for d in documents], loss_mask),
+            blocks=build_blocks(drawn, loss_mask, block_size),
+        )
+
+
+def open_all_features(folders: dict[str, Path]) -> dict[str, Manifest]:
+    """Verify the features of every source and that all were read off the same target in the same way.
+
+    Raises:
+        ArtifactError: names the folder or shard, and the contract key that differs.
+    """
+    manifests = {source: open_features(folder, source) for source, folder in folders.items()}
+    first_source, first = next(iter(manifests.items()))
+    shared = {key: value for key, value in first.contract.items() if key != "response_origin"}
+    for source, manifest in manifests.items():
+        require_same_contract(shared, manifest.contract, folders[source], f"extract@{source} (or {first_source})")
+    return manifests
+
+
+def _spread(rows: list[Tensor], loss_mask: Tensor) -> Tensor:
+    """``(M, K)`` rows of each document -> ``(B, T, K)``, zero where nothing is supervised."""
+    spread = torch.zeros(*loss_mask.shape, rows[0].shape[-1], dtype=rows[0].dtype)
+    spread[loss_mask] = torch.cat(rows)
+    return spread

@@ -1,0 +1,50 @@
+"""The ``train`` section."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from foredraft.drafter.config import DrafterConfig, LossConfig
+from foredraft.params import Config
+
+
+class OptimConfig(Config):
+    """AdamW and its schedule."""
+
+    lr: float = Field(gt=0)
+    schedule: Literal["cosine", "wsd"]
+    """After the warm-up: a cosine to zero, or constant and then linear to zero over the last fifth."""
+    warmup: float = Field(ge=0, lt=1)
+    """Share of the steps."""
+    weight_decay: float = Field(ge=0)
+    """On matrices; norms have none."""
+    betas: tuple[float, float]
+    clip: float = Field(gt=0)
+    """Largest norm of the gradient."""
+
+
+class TrainConfig(Config):
+    """The ``train`` section."""
+
+    drafter: DrafterConfig
+    start: Literal["random", "target"]
+    """``target``: layers from the target's last ones, ``fc`` a copy of the last tap, norms from the target's."""
+    head_rows: Literal["occurring", "full"]
+    """Vocabulary rows of the training head: those that occur in the data, or all. Validation always uses all."""
+    loss: LossConfig
+    optim: OptimConfig
+    epochs: int = Field(gt=0)
+    tokens_per_step: int = Field(gt=0)
+    """Context tokens of a step, padding included."""
+    anchors_per_step: int = Field(gt=0)
+    """Blocks of a step, shared among its documents in proportion to their supervised tokens."""
+    compute_dtype: Literal["bfloat16", "float32"]
+    """Of matrix products; weights and optimiser state are fp32."""
+    seed: int
+    validate_every: int = Field(gt=0)
+    """Steps between validations. The weights with the most tokens per step on them are published."""
+    validation_anchors: int = Field(gt=0)
+    checkpoint_every: int = Field(gt=0)
+    """Steps between checkpoints; a killed run goes on from the last complete one."""
+    max_skipped_steps: int = Field(ge=0)
+    """Stop after this many steps with a non-finite loss or gradient."""

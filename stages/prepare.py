@@ -1,0 +1,24 @@
+"""prepare@s: answers to token shards."""
+
+from pathlib import Path
+
+import click
+
+from foredraft.command import folder_option, stage_command
+from foredraft.params import load_section
+from foredraft.tokens.config import PrepareConfig
+from foredraft.tokens.prepare import prepare
+
+
+@stage_command("prepare")
+@click.argument("source")
+@folder_option("--responses", "Artefact of respond.")
+@folder_option("--target", "Artefact of target.")
+@folder_option("--out", "Artefact to write.")
+def main(params: Path, source: str, responses: Path, target: Path, out: Path) -> None:
+    """Lay out the token ids and loss mask of SOURCE in shards."""
+    prepare(source, load_section(params, "prepare", PrepareConfig), responses, target, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""train: features to a drafter."""
+
+from pathlib import Path
+
+from foredraft.command import folder_option, stage_command
+from foredraft.params import load_section, read_params
+from foredraft.training.config import TrainConfig
+from foredraft.training.trainer import train
+
+
+@stage_command("train")
+@folder_option("--features", "Folder of the artefacts of extract, one a source.")
+@folder_option("--target", "Artefact of target.")
+@folder_option("--out", "Artefact to write.")
+@folder_option("--metrics", "JSON to write.")
+@folder_option("--curve", "CSV to write.")
+def main(params: Path, features: Path, target: Path, out: Path, metrics: Path, curve: Path) -> None:
+    """Train a drafter on the features of every source of the params."""
+    folders = {source: features / source for source in sorted(read_params(params)["sources"])}
+    train(load_section(params, "train", TrainConfig), folders, target, out, metrics, curve)
+
+
+if __name__ == "__main__":
+    main()

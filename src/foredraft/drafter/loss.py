@@ -19,7 +19,8 @@ def slot_losses(
         hidden: ``(M, D)``.
         head: ``(V, D)``.
         labels: ``(M)``, rows of ``head``.
-        topk_ids, topk_logprobs: ``(M, K)``, the target's own distribution; ids are rows of ``head``.
+        topk_ids, topk_logprobs: ``(M, K)``, the target's own distribution; ids are rows of ``head``, or -1 for ids that
+            it lacks: their mass goes to the tail.
 
     Returns:
         ``(M)`` each: two losses in fp32, and rows of ``head``.
@@ -41,24 +42,26 @@ def _chunk_losses(
     logits = (hidden @ head.T).float()  # (M, V)
     normaliser = logits.logsumexp(-1, keepdim=True)
     ce = (normaliser - logits.gather(1, labels[:, None]))[:, 0]
-    guessed = logits.gather(1, topk_ids) - normaliser  # (M, K)
-    return ce, kl_with_tail(topk_logprobs, guessed), logits.detach().argmax(-1)
+    guessed = logits.gather(1, topk_ids.clamp(min=0)) - normaliser  # (M, K)
+    return ce, kl_with_tail(topk_logprobs, guessed, topk_ids >= 0), logits.detach().argmax(-1)
 
 
-def kl_with_tail(target: Tensor, guess: Tensor) -> Tensor:
-    """KL(target || guess) over ``K`` known outcomes and one bucket for all others.
+def kl_with_tail(target: Tensor, guess: Tensor, known: Tensor) -> Tensor:
+    """KL(target || guess) over the known outcomes and one bucket for all others.
 
     Args:
         target, guess: ``(M, K)`` log-probabilities of the same ids.
+        known: ``(M, K)`` bool, which of them count; the others fall into the bucket.
     """
-    known = (target.exp() * (target - guess)).sum(-1)
-    target_tail, guess_tail = log_tail(target), log_tail(guess)
-    return known + target_tail.exp() * (target_tail - guess_tail)
+    terms = torch.where(known, target.exp() * (target - guess), 0.0).sum(-1)
+    target_tail, guess_tail = _log_tail(target, known), _log_tail(guess, known)
+    return terms + target_tail.exp() * (target_tail - guess_tail)
 
 
-def log_tail(logprobs: Tensor) -> Tensor:
-    """Log of the mass that ``(M, K)`` log-probabilities leave over, kept finite."""
-    return torch.log1p(-logprobs.exp().sum(-1).clamp(max=1 - 1e-6))
+def _log_tail(logprobs: Tensor, known: Tensor) -> Tensor:
+    """Log of the mass that the known outcomes leave over, kept finite."""
+    mass = torch.where(known, logprobs.exp(), 0.0).sum(-1)
+    return torch.log1p(-mass.clamp(max=1 - 1e-6))
 
 
 def decay_weights(counted: Tensor, gamma: float) -> Tensor:

@@ -56,7 +56,7 @@ class FeatureShard:
         self._topk_ids = self._file.get_tensor("topk_ids")
         self._topk_logprobs = self._file.get_tensor("topk_logprobs")
         ranks = torch.cat([torch.zeros(1, dtype=torch.int64), self._loss_mask.long().cumsum(0)])
-        self._supervised_before = ranks[self.offsets]
+        self._rows_before = ranks[self.offsets]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -67,7 +67,7 @@ class FeatureShard:
 
     def supervised(self, index: int) -> int:
         """Supervised tokens of document ``index``."""
-        return int(self._supervised_before[index + 1] - self._supervised_before[index])
+        return int(self._rows_before[index + 1] - self._rows_before[index])
 
     @property
     def topk_ids(self) -> Tensor:
@@ -79,10 +79,15 @@ class FeatureShard:
         """All ``(T)`` of the shard."""
         return self._input_ids
 
+    @property
+    def loss_mask(self) -> Tensor:
+        """All ``(T)`` of the shard."""
+        return self._loss_mask
+
     def document(self, index: int) -> Document:
         """Copy document ``index`` out of the map."""
         tokens = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        rows = slice(int(self._supervised_before[index]), int(self._supervised_before[index + 1]))
+        rows = slice(int(self._rows_before[index]), int(self._rows_before[index + 1]))
         return Document(
             target_hidden=self._file.get_slice("target_hidden")[tokens],
             input_ids=self._input_ids[tokens].long(),

@@ -68,10 +68,14 @@ class FeatureData:
             raise ArtifactError(self.shards[shard].path, f"document {row} has zero or non-finite states", "rerun extract")
         return document
 
-    def occurring_ids(self) -> Tensor:
-        """Sorted vocabulary ids that occur in the data or in the target's top-k."""
-        parts = [part.flatten().long() for shard in self.shards for part in (shard.topk_ids, shard.input_ids)]
-        return torch.cat(parts).unique()
+    def answer_ids(self) -> Tensor:
+        """Sorted vocabulary ids that a slot can be asked for: tokens of the answers, and the target's argmax at each."""
+        parts = [part for shard in self.shards for part in (shard.topk_ids[:, 0], shard.input_ids[shard.loss_mask.bool()])]
+        return torch.cat(parts).long().unique()
+
+    def uses(self, token_id: int) -> bool:
+        """Whether a token id stands anywhere in the data."""
+        return any(bool((shard.input_ids == token_id).any()) for shard in self.shards)
 
     def epoch(self, seed: int, epoch: int, tokens_per_step: int) -> list[list[int]]:
         """Documents of each step of one epoch: shuffled, then bucketed by length within a window of steps."""

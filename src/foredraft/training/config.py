@@ -30,7 +30,7 @@ class TrainConfig(Config):
     start: Literal["random", "target"]
     """``target``: layers from the target's last ones, ``fc`` a copy of the last tap, norms from the target's."""
     head_rows: Literal["occurring", "full"]
-    """Vocabulary rows of the training head: those that occur in the data, or all. Validation always uses all."""
+    """Vocabulary rows of the training head: those that occur in the answers, or all. Validation always uses all."""
     loss: LossConfig
     optim: OptimConfig
     epochs: int = Field(gt=0)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from foredraft.artifacts import Manifest, publish, write_atomic, write_json
 from foredraft.drafter.config import DrafterShape
@@ -40,12 +39,10 @@ class Trainer:
         for split, data in {"train": self.train_data, "validation": self.validation_data}.items():
             if len(data) == 0:
                 raise ValueError(f"no {split} document in {', '.join(map(str, folders.values()))}")
-        occurring = self.train_data.occurring_ids()
-        check_mask_token(config.drafter.mask_token_id, occurring, interface.manifest.facts)
+        check_mask_token(config.drafter.mask_token_id, self.train_data, interface.manifest.facts)
         self.embeddings = interface.embed_tokens.to(self.dtype)
-        self.train_head = Head.build(
-            interface.lm_head, occurring if config.head_rows == "occurring" else None, self.dtype
-        )
+        rows = self.train_data.answer_ids() if config.head_rows == "occurring" else None
+        self.train_head = Head.build(interface.lm_head, rows, self.dtype)
         self.full_head = Head.build(interface.lm_head, None, self.dtype)
         self.drafter = Drafter(shape)
         initialise(self.drafter, config.start, interface, torch.Generator().manual_seed(config.seed))
@@ -150,7 +147,7 @@ def pooled(outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def check_mask_token(mask_token_id: int, occurring: Tensor, facts: dict[str, Any]) -> None:
+def check_mask_token(mask_token_id: int, data: FeatureData, facts: dict[str, Any]) -> None:
     """Refuse a mask token that means something.
 
     Raises:
@@ -161,7 +158,7 @@ def check_mask_token(mask_token_id: int, occurring: Tensor, facts: dict[str, Any
         raise ValueError(f"{key}: the target has {facts['vocab_rows']} embedding rows")
     if mask_token_id in (*facts["eos_token_ids"], facts["pad_token_id"]):
         raise ValueError(f"{key}: that is the target's end-of-turn or padding token")
-    if bool((occurring == mask_token_id).any()):
+    if data.uses(mask_token_id):
         raise ValueError(f"{key}: that id occurs in the data; choose a row that they never use")
 
 

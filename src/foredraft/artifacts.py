@@ -108,7 +108,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         stream.write(content.encode("utf-8") if isinstance(content, str) else content)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -137,7 +137,7 @@ def publish(out: Path, manifest: Manifest) -> Iterator[Path]:
         raise
     if out.exists():
         shutil.rmtree(out)
-    os.rename(building, out)
+    building.rename(out)
 
 
 def open_artifact(path: Path, kind: str, rerun: str, digests: bool = True) -> Manifest:
@@ -185,4 +185,6 @@ def require_same_contract(mine: dict[str, Any], theirs: dict[str, Any], path: Pa
     """
     for key in sorted(mine.keys() & theirs.keys()):
         if mine[key] != theirs[key]:
-            raise ArtifactError(path, f"contract: expected {key} = {mine[key]!r}, found {theirs[key]!r}", f"rerun: {rerun}")
+            raise ArtifactError(
+                path, f"contract: expected {key} = {mine[key]!r}, found {theirs[key]!r}", f"rerun: {rerun}"
+            )

@@ -57,7 +57,7 @@ class Scratch:
         writer(partial)
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
-        os.replace(partial, final)
+        partial.replace(final)
         return final
 
     def publish(self, out: Path, manifest: Manifest, names: list[str]) -> None:

@@ -41,9 +41,7 @@ def read_benchmarks(folder: Path) -> tuple[Manifest, dict[str, list[Conversation
     return manifest, {name: read_conversations(folder / f"{name}.parquet") for name in manifest.counts}
 
 
-def _prompts(
-    name: str, benchmark: RowShape, raw: Path, max_chars: int
-) -> tuple[list[Conversation], Counter[str]]:
+def _prompts(name: str, benchmark: RowShape, raw: Path, max_chars: int) -> tuple[list[Conversation], Counter[str]]:
     skipped: Counter[str] = Counter()
     rows: dict[str, Conversation] = {}
     for number, row in enumerate(row for path in data_files(raw) for row in read_rows(path)):

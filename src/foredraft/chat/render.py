@@ -31,11 +31,11 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool):
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
         self._thinking = thinking
         self.tools_as = "template" if self._text(PROBE, [PROBE_TOOL]) != self._text(PROBE, []) else "system_text"
-        silent = [*PROBE, {"role": "assistant", "content": ""}]
-        calling = [*PROBE, {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}]
+        silent: list[dict[str, Any]] = [*PROBE, {"role": "assistant", "content": ""}]
+        calling: list[dict[str, Any]] = [*PROBE, {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}]
         self._calls_in_template = self._text(silent, []) != self._text(calling, [])
         added = tokenizer.added_tokens_decoder.values()
         self._control_tokens = {str(token) for token in added if token.special}
@@ -89,5 +89,8 @@ def with_tools_in_system(messages: list[dict[str, Any]], tools: list[dict[str, A
 def with_calls_in_text(message: dict[str, Any]) -> dict[str, Any]:
     """Give an assistant turn that holds nothing but tool calls their JSON as content, for templates that ignore them."""
     if message.get("tool_calls") and not message["content"]:
-        return {**message, "content": "\n".join(json.dumps(call.get("function", call)) for call in message["tool_calls"])}
+        return {
+            **message,
+            "content": "\n".join(json.dumps(call.get("function", call)) for call in message["tool_calls"]),
+        }
     return message

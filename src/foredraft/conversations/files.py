@@ -38,7 +38,8 @@ def read_rows(path: Path, key: str | None = None) -> Iterator[dict[str, Any]]:
     elif path.suffix == ".csv":
         import pandas as pd
 
-        yield from pd.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        yield from ({str(key): value for key, value in row.items()} for row in table.to_dict("records"))
     else:
         yield from _read_json(path, key)
 

@@ -71,9 +71,7 @@ def build_blocks(anchors: list[Tensor], loss_mask: Tensor, block_size: int) -> B
         exists[row, : len(found)] = True
     positions = padded[..., None] + torch.arange(block_size)  # (B, N, S)
     inside = positions < length
-    reached = torch.gather(
-        loss_mask[:, None].expand(-1, most, -1), 2, positions.clamp(max=length - 1)
-    )  # (B, N, S)
+    reached = torch.gather(loss_mask[:, None].expand(-1, most, -1), 2, positions.clamp(max=length - 1))  # (B, N, S)
     unbroken = (reached & inside & exists[..., None]).long().cumprod(-1).bool()
     counted = unbroken.clone()
     counted[..., 0] = False

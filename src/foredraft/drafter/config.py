@@ -31,7 +31,9 @@ class DrafterConfig(Config):
         if (self.sliding_window is None) != (self.full_attention_layers is None):
             raise ValueError("sliding_window and full_attention_layers go together")
         if any(not 0 <= layer < self.num_layers for layer in self.full_attention_layers or ()):
-            raise ValueError(f"full_attention_layers = {self.full_attention_layers}: layers are 0 to {self.num_layers - 1}")
+            raise ValueError(
+                f"full_attention_layers = {self.full_attention_layers}: layers are 0 to {self.num_layers - 1}"
+            )
         return self
 
     @property

@@ -38,9 +38,7 @@ def training_mask(blocks: Blocks, context_length: int, window: int | None) -> Te
     return torch.cat([context, own], dim=-1)[:, None]
 
 
-def decoding_mask(
-    anchors: Tensor, size: int, positions: Tensor, valid: Tensor, window: int | None
-) -> Tensor:
+def decoding_mask(anchors: Tensor, size: int, positions: Tensor, valid: Tensor, window: int | None) -> Tensor:
     """Mask of one block a row over cached context slots and over itself.
 
     Args:

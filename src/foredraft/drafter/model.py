@@ -79,9 +79,7 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: LayerContext, mask: Tensor
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: LayerContext, mask: Tensor) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -105,9 +103,7 @@ class ContextAttention(nn.Module):
         keys = rotate(self.k_norm(self._heads(self.k_proj(context))), rotation)
         return LayerContext(keys, self._heads(self.v_proj(context)))
 
-    def forward(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: LayerContext, mask: Tensor
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: LayerContext, mask: Tensor) -> Tensor:
         queries = rotate(self.q_norm(self._heads(self.q_proj(hidden))), rotation)  # (B, H, Q, d)
         block = self.read_context(hidden, rotation)
         keys = torch.cat([context.keys, block.keys], dim=2)  # (B, Hkv, T + Q, d)

@@ -35,13 +35,15 @@ def truth_check(target: FrozenTarget, documents: list[Tensor]) -> dict[str, floa
         scale = stock.logits.float().abs().max().item()
         worst["logits"] = max(worst["logits"], _difference(logits, stock.logits) / scale)
         if not bool((logits.argmax(-1) == stock.logits.argmax(-1)).all()):
-            raise ValueError("truth check: the LM head on the final hidden states does not give the target's own argmax")
+            raise ValueError(
+                "truth check: the LM head on the final hidden states does not give the target's own argmax"
+            )
         for index, layer_id in enumerate(target.layer_ids):
             if layer_id + 1 < len(target.blocks):  # the last entry of hidden_states is after the final norm
                 expected = stock.hidden_states[layer_id + 1]
                 worst["taps"] = max(worst["taps"], _relative(taps[:, :, index], expected))
         worst["batched"] = max(worst["batched"], _relative(batched[row : row + 1, : len(ids)], taps))
-    tolerance = TOLERANCE[target.head.weight.dtype]  # type: ignore[index]
+    tolerance = TOLERANCE[target.head.weight.dtype]
     for check, difference in worst.items():
         if difference > tolerance:
             raise ValueError(f"truth check: {check} differ by {difference:.3g} of their size, tolerance {tolerance}")
@@ -63,7 +65,9 @@ def shard_statistics(target_hidden: Tensor, layer_ids: tuple[int, ...], name: st
         }.items():
             if bool(rows.any()):
                 first = int(rows.nonzero()[0])
-                raise ValueError(f"{name}: {int(rows.sum())} states after block {layer_id} are {problem}, first: token {first}")
+                raise ValueError(
+                    f"{name}: {int(rows.sum())} states after block {layer_id} are {problem}, first: token {first}"
+                )
         statistics.append(
             {"mean": float(tap.mean()), "std": float(tap.std()), "zeros": float((tap == 0).float().mean())}
         )

@@ -49,7 +49,9 @@ class FeatureShard:
         try:
             self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ArtifactError(path, f"not a readable feature shard ({error})", f"rerun or pull it: {rerun}") from error
+            raise ArtifactError(
+                path, f"not a readable feature shard ({error})", f"rerun or pull it: {rerun}"
+            ) from error
         self._input_ids = self._file.get_tensor("input_ids")
         self._loss_mask = self._file.get_tensor("loss_mask")
         self.offsets: Tensor = self._file.get_tensor("offsets")

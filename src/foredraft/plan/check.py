@@ -69,7 +69,9 @@ def _source_faults(path: Path, sources: Any) -> list[str]:
     faults = []
     for name, content in sources.items():
         if not SOURCE_NAME.fullmatch(str(name)):
-            faults.append(f"{path}: sources.{name}: a name has lower-case letters, digits and _, and starts with a letter")
+            faults.append(
+                f"{path}: sources.{name}: a name has lower-case letters, digits and _, and starts with a letter"
+            )
         faults += _faults(path, f"sources.{name}", content, SourceConfig)
     return faults
 

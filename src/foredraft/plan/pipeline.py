@@ -7,7 +7,6 @@ whole is unsafe: on a fresh clone it passes with no shard pulled.
 
 import re
 import sys
-from pathlib import Path
 
 from foredraft.artifacts import write_atomic
 from foredraft.imports import ROOT, import_closure

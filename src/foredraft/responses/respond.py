@@ -46,7 +46,9 @@ def respond(
     prompts = _prompts(rows, renderer, config, skipped)
 
     key = work_fingerprint(
-        "respond", {**config.model_dump(), "target": target.model_dump()}, {"source": source, "target": interface_manifest}
+        "respond",
+        {**config.model_dump(), "target": target.model_dump()},
+        {"source": source, "target": interface_manifest},
     )
     with open_scratch(f"respond-{name}", key) as scratch:
         if config.origin == "keep":

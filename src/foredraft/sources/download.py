@@ -60,7 +60,7 @@ def wheel(origin: Origin, config: FetchConfig) -> Path:
         (found,) = folder.glob("*.whl")
         if (digest := file_digest(found)) != origin.sha256:
             raise ValueError(f"{origin.uri}: {found.name} has sha256 {digest}, expected {origin.sha256}")
-        os.replace(found, kept)
+        found.replace(kept)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return kept

@@ -131,7 +131,11 @@ def assemble(reports: dict[str, dict[str, Any]], greedy: dict[str, Any], config:
 
 
 def compare(
-    frozen: FrozenTarget, prompts: list[Prompt], traces: list[Trace], references: list[list[int]], config: EvaluateConfig
+    frozen: FrozenTarget,
+    prompts: list[Prompt],
+    traces: list[Trace],
+    references: list[list[int]],
+    config: EvaluateConfig,
 ) -> dict[str, Any]:
     """How many outputs leave the target's own greedy answer, and by what margin at the first difference.
 
@@ -143,7 +147,9 @@ def compare(
         first = next((i for i, (a, b) in enumerate(zip(trace.tokens, reference, strict=False)) if a != b), None)
         if first is None:
             if len(trace.tokens) != len(reference):
-                raise ValueError(f"evaluate: an output has {len(trace.tokens)} tokens, greedy decoding {len(reference)}")
+                raise ValueError(
+                    f"evaluate: an output has {len(trace.tokens)} tokens, greedy decoding {len(reference)}"
+                )
             continue
         ids = torch.tensor([prompt.ids + reference[:first]], device=frozen.device)
         with torch.inference_mode():

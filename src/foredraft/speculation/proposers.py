@@ -88,4 +88,3 @@ class LookupProposer:
                 if sequence[start : start + size] == ending:
                     return sequence[start + size : start + size + self._drafts]
         return []
-

@@ -93,7 +93,9 @@ class ReplaySession:
 
     def prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Slots]:
         if len(prompts) != 1:
-            raise ValueError(f"a target with recurrent or windowed layers decodes one prompt at a time, not {len(prompts)}")
+            raise ValueError(
+                f"a target with recurrent or windowed layers decodes one prompt at a time, not {len(prompts)}"
+            )
         self._length = 0
         self._cache: Any = DynamicCache(config=self._target.model.config)
         taps, logits = self._read(torch.tensor(prompts, device=self._target.device))

@@ -25,7 +25,7 @@ class FrozenTarget:
         layer_ids: the tapped blocks.
     """
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
+    def __init__(self, model: Any, layer_ids: Sequence[int]):
         self.model: Any = model.eval().requires_grad_(False)
         self.layer_ids = tuple(layer_ids)
         decoder: Any = self.model.get_decoder()
@@ -41,12 +41,12 @@ class FrozenTarget:
         return self.model.device
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> nn.Linear:
         """The LM head (tied or not), found through the model, never by a key's name."""
         return self.model.get_output_embeddings()
 
     @property
-    def embeddings(self) -> nn.Module:
+    def embeddings(self) -> nn.Embedding:
         """The input embeddings."""
         return self.model.get_input_embeddings()
 
@@ -92,9 +92,11 @@ def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:
         )
 
 
-def load_target(folder: Path, config: TargetConfig, layer_ids: Sequence[int], device: str | None = None) -> FrozenTarget:
+def load_target(
+    folder: Path, config: TargetConfig, layer_ids: Sequence[int], device: str | None = None
+) -> FrozenTarget:
     """Load the checkpoint in ``folder`` the stock way: no blanket cast, so ``A_log`` and its kin keep their dtype."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=getattr(torch, config.dtype),
         trust_remote_code=config.trust_remote_code,

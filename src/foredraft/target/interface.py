@@ -59,7 +59,10 @@ def write_interface(target: TargetConfig, fetch: FetchConfig, out: Path) -> None
         frozen.model.config.save_pretrained(building)
         frozen.model.generation_config.save_pretrained(building)
         tokenizer.save_pretrained(building)
-        weights = {"embed_tokens.weight": frozen.embeddings.weight, "norm.weight": frozen.model.get_decoder().norm.weight}
+        weights = {
+            "embed_tokens.weight": frozen.embeddings.weight,
+            "norm.weight": frozen.model.get_decoder().norm.weight,
+        }
         if not facts["tied"]:
             weights["lm_head.weight"] = frozen.head.weight
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, building / WEIGHTS)

@@ -70,7 +70,7 @@ def _unpacked(target: TargetConfig, fetch: FetchConfig) -> Path:
             if len(configs) != 1:
                 raise ValueError(f"target.uri: {target.uri} holds {len(configs)} config.json and no single .gguf file")
             shutil.copytree(configs[0], building)
-        os.replace(building, folder)
+        building.replace(folder)
     finally:
         shutil.rmtree(raw, ignore_errors=True)
         shutil.rmtree(building, ignore_errors=True)

@@ -29,7 +29,9 @@ def prepare(name: str, config: PrepareConfig, responses: Path, interface: Path, 
             skipped["too_few_supervised"] += 1
             continue
         if max(document[0]) >= facts["vocab_rows"]:
-            raise ValueError(f"{responses}: row {row.id} has id {max(document[0])}, past {facts['vocab_rows']} embeddings")
+            raise ValueError(
+                f"{responses}: row {row.id} has id {max(document[0])}, past {facts['vocab_rows']} embeddings"
+            )
         documents[row.split].append(document)
 
     kept = sum(map(len, documents.values()))

@@ -65,12 +65,16 @@ class FeatureData:
         document = self.shards[shard].document(row)
         states = document.target_hidden
         if not bool(states.isfinite().all()) or not bool(states.any(dim=-1).all()):
-            raise ArtifactError(self.shards[shard].path, f"document {row} has zero or non-finite states", "rerun extract")
+            raise ArtifactError(
+                self.shards[shard].path, f"document {row} has zero or non-finite states", "rerun extract"
+            )
         return document
 
     def answer_ids(self) -> Tensor:
         """Sorted vocabulary ids that a slot can be asked for: tokens of the answers, and the target's argmax at each."""
-        parts = [part for shard in self.shards for part in (shard.topk_ids[:, 0], shard.input_ids[shard.loss_mask.bool()])]
+        parts = [
+            part for shard in self.shards for part in (shard.topk_ids[:, 0], shard.input_ids[shard.loss_mask.bool()])
+        ]
         return torch.cat(parts).long().unique()
 
     def uses(self, token_id: int) -> bool:

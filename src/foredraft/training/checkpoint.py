@@ -38,7 +38,7 @@ def save_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
     for path in building.iterdir():
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
-    os.rename(building, building.with_suffix(""))
+    building.rename(building.with_suffix(""))
     for old in checkpoints(folder)[:-1]:
         shutil.rmtree(old)
 

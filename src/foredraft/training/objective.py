@@ -47,9 +47,7 @@ class Outcome:
     blocks: int
 
 
-def run_batch(
-    drafter: Drafter, batch: Batch, embeddings: Tensor, head: Head, config: LossConfig
-) -> Outcome:
+def run_batch(drafter: Drafter, batch: Batch, embeddings: Tensor, head: Head, config: LossConfig) -> Outcome:
     """Fill all blocks of a batch and weigh their losses.
 
     Args:

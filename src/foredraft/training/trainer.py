@@ -62,7 +62,9 @@ class Trainer:
                 progressed.step += 1
                 last = progressed.step == len(self.plan)
                 if last or progressed.step % self.config.validate_every == 0:
-                    record |= {f"val_{key}": value for key, value in self.validate().items() if key != "accuracy_by_slot"}
+                    record |= {
+                        f"val_{key}": value for key, value in self.validate().items() if key != "accuracy_by_slot"
+                    }
                     self._keep_best(progressed, record, scratch)
                 progressed.curve.append(record)
                 if last or progressed.step % self.config.checkpoint_every == 0:

@@ -1,0 +1,85 @@
+# Every verb of the repository. `make` alone prints them; their help is the text behind "##".
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PYTHONPATH := $(CURDIR)/src
+export FOREDRAFT_SCRATCH ?= $(CURDIR)/.scratch
+# One thread a core: PyTorch otherwise counts the machine's cores, not the container's.
+export OMP_NUM_THREADS ?= $(shell nproc)
+
+help:  ## print this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+.venv/complete: requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Error: foredraft needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	touch $@
+
+venv: .venv/complete  ## make .venv from requirements.lock
+
+repro: venv  ## run what is out of date of the pipeline, and print the result
+	@$(BIN)/python -m foredraft.plan.check params.yaml
+	@$(BIN)/python -m foredraft.plan.pipeline --check
+	$(BIN)/dvc repro
+	@$(BIN)/python -m foredraft.plan.table metrics/evaluate.json metrics/train.json
+
+table: venv  ## print the result of the last run again
+	@$(BIN)/python -m foredraft.plan.table metrics/evaluate.json metrics/train.json
+
+test: venv  ## run all tests, one whole pipeline among them
+	$(BIN)/python -m pytest
+
+check: venv  ## format, lint, types, tests: all that must hold before a commit
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m foredraft.plan.pipeline --check
+	$(MAKE) test
+
+format: venv  ## format and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+sources: venv  ## bring dvc.yaml in step after adding a source, or an import
+	$(BIN)/python -m foredraft.plan.check params.yaml
+	$(BIN)/python -m foredraft.plan.pipeline
+
+profile: venv  ## NAME=quickstart|smoke|...: put profiles/NAME.yaml into params.yaml
+	@$(BIN)/python -m foredraft.plan.profile "$(NAME)"
+
+accept: venv  ## STAGE=extract: record that an edit does not change a stage's outputs (see CONTRIBUTING)
+	@test -n "$(STAGE)" || { echo "Error: say which stage, as in: make accept STAGE=extract"; exit 1; }
+	$(BIN)/dvc commit --force $(STAGE)
+
+push: venv  ## send artefacts and the run cache to the DVC remote
+	$(BIN)/dvc push --run-cache
+
+pull: venv  ## fetch what the next run needs, and run what is out of date
+	$(BIN)/dvc repro --pull --allow-missing
+
+peers: .peers/zlab/complete  ## make the environments of other people's loaders, for the oracle tests
+
+.peers/zlab/complete: requirements-peers-zlab.lock .venv/complete
+	rm -rf .peers/zlab
+	$(PYTHON) -m venv .peers/zlab
+	.peers/zlab/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers-zlab.lock
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.peers/zlab/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_torch.pth"
+	touch $@
+
+lock: ## resolve pyproject.toml anew into requirements.lock
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m foredraft.plan.lock requirements | $(BIN)/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin
+	$(BIN)/python -m foredraft.plan.lock freeze
+	touch .venv/complete
+
+gc-scratch: ## delete unfinished and finished work kept for resuming (not the artefacts)
+	rm -rf "$(FOREDRAFT_SCRATCH)"
+
+.PHONY: help venv repro table test check format sources profile accept push pull peers lock gc-scratch

@@ -1,0 +1,113 @@
+"""Tiny targets built from config, tiny drafters, and the real small target."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from foredraft.drafter.config import DrafterConfig, DrafterShape
+from foredraft.drafter.model import Drafter, initialise_random
+from foredraft.params import load_section
+from foredraft.sources.config import FetchConfig
+from foredraft.target.config import TargetConfig
+from foredraft.target.frozen import FrozenTarget, load_target
+from foredraft.target.weights import checkpoint_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+VOCABULARY, HIDDEN, TAPS = 64, 16, (0, 2)
+
+
+def tiny_llama(**changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.5,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+
+
+def tiny_hybrid() -> Qwen3_5ForCausalLM:
+    """Three parts Gated DeltaNet and one part attention, as Qwen3.5 has them."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        tie_word_embeddings=True,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Qwen3_5ForCausalLM(config)
+
+
+@pytest.fixture(params=["llama", "hybrid"])
+def tiny_target(request: pytest.FixtureRequest) -> FrozenTarget:
+    return FrozenTarget(tiny_llama() if request.param == "llama" else tiny_hybrid(), TAPS)
+
+
+def tiny_shape(**changes: object) -> DrafterShape:
+    choice = {
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "ffn_size": 32,
+        "block_size": 4,
+        "mask_token_id": 5,
+    }
+    return DrafterShape(
+        choice=DrafterConfig(**{**choice, **changes}),
+        hidden_size=HIDDEN,
+        vocab_rows=VOCABULARY,
+        target_layer_ids=TAPS,
+        num_target_layers=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_position_embeddings=512,
+    )
+
+
+def tiny_drafter(seed: int = 0, **changes: object) -> Drafter:
+    drafter = Drafter(tiny_shape(**changes))
+    initialise_random(drafter, torch.Generator().manual_seed(seed), std=0.3)
+    return drafter.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def quickstart_target() -> TargetConfig:
+    return load_section(ROOT / "profiles" / "quickstart.yaml", "target", TargetConfig)
+
+
+@pytest.fixture(scope="session")
+def smollm_folder(quickstart_target: TargetConfig) -> Path:
+    """SmolLM2-135M-Instruct out of its package, converted once a machine."""
+    fetch = load_section(ROOT / "profiles" / "quickstart.yaml", "fetch", FetchConfig)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return checkpoint_folder(quickstart_target, fetch)
+
+
+@pytest.fixture(scope="session")
+def smollm(smollm_folder: Path, quickstart_target: TargetConfig) -> FrozenTarget:
+    exact = quickstart_target.model_copy(update={"dtype": "float32"})
+    return load_target(smollm_folder, exact, layer_ids=(1, 8, 14, 20, 27))

@@ -3,6 +3,7 @@
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +112,15 @@ def smollm_folder(quickstart_target: TargetConfig) -> Path:
 def smollm(smollm_folder: Path, quickstart_target: TargetConfig) -> FrozenTarget:
     exact = quickstart_target.model_copy(update={"dtype": "float32"})
     return load_target(smollm_folder, exact, layer_ids=(1, 8, 14, 20, 27))
+
+
+@pytest.fixture(scope="session")
+def smoke(tmp_path_factory: pytest.TempPathFactory, smollm_folder: Path) -> Any:
+    """A :class:`tests.workspace.Workspace` in which the whole pipeline has run once, on the smoke profile, and is pushed to its remote."""
+    from tests.workspace import copy_repository
+
+    workspace = copy_repository(tmp_path_factory.mktemp("smoke"), "smoke")
+    (workspace.path.parent / "first-run.txt").write_text(workspace.run("dvc", "repro"))
+    workspace.commit("first run")
+    workspace.run("dvc", "push", "-q", "--run-cache")
+    return workspace

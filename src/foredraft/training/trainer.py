@@ -99,7 +99,7 @@ class Trainer:
             progressed.skipped += 1
             if progressed.skipped > self.config.max_skipped_steps:
                 raise ValueError(
-                    f"train: step {progressed.step}: loss {float(loss)}, gradient norm {float(norm)}: "
+                    f"train: step {progressed.step}: loss {float(loss.detach())}, gradient norm {float(norm)}: "
                     f"{progressed.skipped} steps skipped; documents {', '.join(batch.names)}"
                 )
         return {

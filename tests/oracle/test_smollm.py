@@ -1,0 +1,146 @@
+"""On the real small target, in fp32: our loop, Transformers' loop and z-lab's loop say what plain decoding says."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foredraft.benchmarks.build import read_benchmarks
+from foredraft.chat.render import Renderer
+from foredraft.drafter.masks import decoding_mask
+from foredraft.drafter.model import Drafter, initialise_random
+from foredraft.export.zlab import read_zlab
+from foredraft.features.checks import truth_check
+from foredraft.speculation.chain import decode
+from foredraft.speculation.proposers import DFlashProposer
+from foredraft.speculation.session import ReplaySession, SlotSession
+from foredraft.target.frozen import FrozenTarget
+from foredraft.target.greedy import greedy_answers
+from foredraft.target.interface import read_tokenizer
+from tests.conftest import ROOT
+from tests.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+NEW, EOS = 24, [2]
+
+
+@pytest.fixture(scope="module")
+def prompts(smoke: Workspace) -> list[list[int]]:
+    """The shortest held-out prompt of each benchmark."""
+    renderer = Renderer(read_tokenizer(smoke.path / "data/target"), thinking=False)
+    _, rows = read_benchmarks(smoke.path / "data/benchmarks")
+    return [
+        min((renderer.prompt_ids(row.messages, row.tools) for row in benchmark[:20]), key=len)
+        for benchmark in rows.values()
+    ]
+
+
+@pytest.fixture(scope="module")
+def references(smollm: FrozenTarget, prompts: list[list[int]]) -> list[list[int]]:
+    return [greedy_answers(smollm.model, [prompt], NEW, EOS)[0] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def trained(smoke: Workspace) -> Drafter:
+    return read_zlab(smoke.path / "data/export/zlab", torch.float32)
+
+
+@pytest.mark.parametrize("which", ["trained", "random"])
+def test_a_batch_says_what_plain_decoding_says(
+    smollm: FrozenTarget, trained: Drafter, prompts: list[list[int]], references: list[list[int]], which: str
+) -> None:
+    drafter = trained
+    if which == "random":
+        drafter = Drafter(trained.shape)
+        initialise_random(drafter, torch.Generator().manual_seed(0))
+    traces = decode(SlotSession(smollm), DFlashProposer(drafter, smollm), prompts, NEW, EOS)
+    assert [trace.tokens for trace in traces] == references
+    if which == "trained":
+        assert sum(accepted for trace in traces for _, accepted, _ in trace.steps) > 0
+
+
+def test_replaying_says_the_same(
+    smollm: FrozenTarget, trained: Drafter, prompts: list[list[int]], references: list[list[int]]
+) -> None:
+    (trace,) = decode(ReplaySession(smollm), DFlashProposer(trained, smollm), prompts[:1], NEW, EOS)
+    assert trace.tokens == references[0]
+
+
+def test_the_truth_check_passes(smollm: FrozenTarget, prompts: list[list[int]]) -> None:
+    with torch.inference_mode():
+        worst = truth_check(smollm, [torch.tensor(prompt) for prompt in prompts[:2]])
+    assert max(worst.values()) < 1e-4
+
+
+def our_first_block_logits(drafter: Drafter, target: FrozenTarget, prompt: list[int]) -> Tensor:
+    ids = torch.tensor([prompt])
+    choice = drafter.shape.choice
+    with torch.inference_mode():
+        taps, final = target.read(ids, torch.ones_like(ids))
+        seen = torch.arange(len(prompt))[None]
+        block = torch.full((1, choice.block_size), choice.mask_token_id)
+        block[:, 0] = target.head(final[:, -1]).argmax(-1)
+        anchor = torch.tensor([len(prompt)])
+        mask = decoding_mask(anchor, choice.block_size, seen, torch.ones_like(seen).bool(), None)
+        positions = (anchor + torch.arange(choice.block_size))[None]
+        hidden = drafter(
+            target.embeddings(block), positions, drafter.read_context(taps, seen), {"full_attention": mask}
+        )
+        return target.head(hidden[0, 1:])
+
+
+def test_zlabs_own_code_loads_the_export_and_agrees(
+    smoke: Workspace,
+    smollm_folder: Path,
+    smollm: FrozenTarget,
+    trained: Drafter,
+    prompts: list[list[int]],
+    references: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    subprocess.run(["make", "--no-print-directory", "peers"], cwd=ROOT, check=True)
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    python, peer = ROOT / ".peers/zlab/bin/python", ROOT / "tests/oracle/zlab_peer.py"
+    exported, out = smoke.path / "data/export/zlab", tmp_path / "out.safetensors"
+    arguments = [smollm_folder, exported, tmp_path / "prompts.json", NEW, out]
+    subprocess.run([python, "-W", "ignore", peer, *map(str, arguments)], check=True)
+    found = load_file(out)
+    for index, (prompt, reference) in enumerate(zip(prompts, references, strict=True)):
+        assert found[f"tokens.{index}"].tolist() == reference
+        ours = our_first_block_logits(trained, smollm, prompt)
+        torch.testing.assert_close(found[f"logits.{index}"], ours, rtol=1e-4, atol=1e-3)
+
+
+def test_transformers_own_loop_loads_the_export_and_agrees(
+    smoke: Workspace, smollm: FrozenTarget, trained: Drafter, prompts: list[list[int]], references: list[list[int]]
+) -> None:
+    from transformers import AutoModel
+
+    exported = smoke.path / "data/export/transformers"
+    assistant: Any = AutoModel.from_pretrained(exported, dtype=torch.float32)
+    for prompt, reference in zip(prompts, references, strict=True):
+        ids = torch.tensor([prompt])
+        said = smollm.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=assistant,
+            speculation_type="dflash",
+            max_new_tokens=NEW,
+            do_sample=False,
+        )
+        assert said[0, len(prompt) :].tolist() == reference
+    ids = torch.tensor([prompts[0]])
+    with torch.inference_mode():
+        taps, final = smollm.read(ids, torch.ones_like(ids))
+        block = torch.full((1, 4), 16)
+        block[:, 0] = smollm.head(final[:, -1]).argmax(-1)
+        hidden = assistant(
+            noise_embeds=smollm.embeddings(block), context_hidden_states=taps.flatten(2)
+        ).last_hidden_state
+        theirs = smollm.head(hidden[0, 1:])
+    torch.testing.assert_close(theirs, our_first_block_logits(trained, smollm, prompts[0]), rtol=1e-4, atol=1e-3)

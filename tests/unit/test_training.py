@@ -1,0 +1,220 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.artifacts import ArtifactError
+from foredraft.drafter.config import DrafterConfig, LossConfig
+from foredraft.scratch import Scratch
+from foredraft.target.frozen import FrozenTarget
+from foredraft.target.interface import Interface
+from foredraft.training.batches import FeatureData
+from foredraft.training.checkpoint import Progressed, checkpoints
+from foredraft.training.config import OptimConfig, TrainConfig
+from foredraft.training.objective import Head, run_batch
+from foredraft.training.optim import learning_rate
+from foredraft.training.trainer import Trainer
+from tests.builders import make_features, make_interface, tiny_frozen
+from tests.conftest import tiny_drafter, tiny_shape
+
+LOSS = LossConfig(labels="target_argmax", soft=0.5, weights="decay", gamma=4.0, alpha=0.5)
+OPTIM = OptimConfig(lr=5e-3, schedule="cosine", warmup=0.1, weight_decay=0.01, betas=(0.9, 0.95), clip=1.0)
+
+
+def config(**changes: Any) -> TrainConfig:
+    drafter: dict[str, Any] = {
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "ffn_size": 32,
+        "block_size": 4,
+        "mask_token_id": 5,
+    }
+    settings: dict[str, Any] = {
+        "drafter": DrafterConfig(**drafter | changes.pop("drafter", {})),
+        "start": "random",
+        "head_rows": "occurring",
+        "loss": LOSS,
+        "optim": OPTIM,
+        "epochs": 4,
+        "tokens_per_step": 100,
+        "anchors_per_step": 32,
+        "compute_dtype": "float32",
+        "seed": 1,
+        "validate_every": 5,
+        "validation_anchors": 16,
+        "checkpoint_every": 3,
+        "max_skipped_steps": 1,
+    }
+    return TrainConfig(**settings | changes)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[FrozenTarget, Interface, dict[str, Path]]:
+    target = tiny_frozen()
+    return target, make_interface(target), {"code": make_features(tmp_path_factory.mktemp("f") / "code", target)}
+
+
+class Stopping(Trainer):
+    """Dies before a step, like a killed process: without a word, and without a checkpoint of its own."""
+
+    def __init__(self, *arguments: Any, at: int):
+        super().__init__(*arguments)
+        self.at = at
+
+    def step(self, progressed: Progressed) -> dict[str, Any]:
+        if progressed.step == self.at:
+            raise KeyboardInterrupt
+        return super().step(progressed)
+
+
+def curve_of(trainer: Trainer, folder: Path) -> list[dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    curve = trainer.run(Scratch(folder)).curve
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in curve]
+
+
+def test_a_run_learns(world: Any, tmp_path: Path) -> None:
+    _, interface, folders = world
+    curve = curve_of(Trainer(config(epochs=12), tiny_shape(), interface, folders), tmp_path / "a")
+    assert sum(record["loss"] for record in curve[-5:]) < 0.8 * sum(record["loss"] for record in curve[:5])
+    assert curve[-1]["val_tokens_per_step"] >= 1.0
+
+
+@pytest.mark.parametrize("at", [1, 7, 12])
+def test_resume_is_exact(world: Any, tmp_path: Path, at: int) -> None:
+    _, interface, folders = world
+    whole = Trainer(config(), tiny_shape(), interface, folders)
+    expected = curve_of(whole, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        curve_of(Stopping(config(), tiny_shape(), interface, folders, at=at), tmp_path / "cut")
+    assert len(checkpoints(tmp_path / "cut")) == (1 if at > 2 else 0)
+    resumed = Trainer(config(), tiny_shape(), interface, folders)
+    assert curve_of(resumed, tmp_path / "cut") == expected
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, resumed.drafter.state_dict()[name])
+
+
+def test_a_half_written_checkpoint_is_passed_over(world: Any, tmp_path: Path) -> None:
+    _, interface, folders = world
+    expected = curve_of(Trainer(config(), tiny_shape(), interface, folders), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        curve_of(Stopping(config(), tiny_shape(), interface, folders, at=7), tmp_path / "cut")
+    (tmp_path / "cut" / "checkpoint-00000099.tmp").mkdir()
+    (tmp_path / "cut" / "checkpoint-00000099.tmp" / "drafter.safetensors").write_bytes(b"half")
+    assert curve_of(Trainer(config(), tiny_shape(), interface, folders), tmp_path / "cut") == expected
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_sums_pool_whatever_the_batch_and_its_padding(world: Any, weights: str) -> None:
+    target, interface, folders = world
+    data = FeatureData(folders, "train")
+    drafter, head = tiny_drafter(), Head.build(interface.lm_head, None, torch.float32)
+    loss = LOSS.model_copy(update={"weights": weights})
+    documents = [0, 3, 7]
+
+    def run(indices: list[int]) -> Any:
+        # A budget past every document's candidates: all of them are anchors, whatever the batch.
+        batch = data.batch(indices, 10_000, 4, torch.Generator().manual_seed(0))
+        return run_batch(drafter, batch, target.embeddings.weight, head, loss)
+
+    together, apart = run(documents), [run([index]) for index in documents]
+    torch.testing.assert_close(together.loss, sum(outcome.loss for outcome in apart))
+    torch.testing.assert_close(together.weight, sum(outcome.weight for outcome in apart))
+    assert together.accepted == sum(outcome.accepted for outcome in apart)
+    assert together.blocks == sum(outcome.blocks for outcome in apart)
+    assert torch.equal(together.counted, sum(outcome.counted for outcome in apart))
+
+
+def test_block_labels_are_those_of_the_whole_sequence(world: Any) -> None:
+    """What a slot is scored against is what the target says at that place of the full document."""
+    target, interface, folders = world
+    data = FeatureData(folders, "train")
+    batch = data.batch([2, 5], 12, 4, torch.Generator().manual_seed(0))
+    for row in range(2):
+        length = data.lengths[[2, 5][row]]
+        with torch.inference_mode():
+            argmax = target.model(input_ids=batch.input_ids[row : row + 1, :length]).logits[0].argmax(-1)
+        for n, anchor in enumerate(batch.blocks.anchors[row].tolist()):
+            for k in range(1, 4):
+                if batch.blocks.counted[row, n, k]:
+                    assert batch.topk_ids[row, anchor + k, 0] == argmax[anchor + k - 1]
+
+
+def test_the_reduced_head_asks_for_every_label(world: Any) -> None:
+    _, interface, folders = world
+    data = FeatureData(folders, "train")
+    head = Head.build(interface.lm_head, data.answer_ids(), torch.float32)
+    batch = data.batch(list(range(len(data))), 10_000, 4, torch.Generator().manual_seed(0))
+    supervised = batch.topk_logprobs[..., 0] != 0
+    assert bool((head.row_of[batch.topk_ids[..., 0][supervised]] >= 0).all())
+
+
+def test_an_epoch_holds_every_document_once_and_is_its_seeds(world: Any) -> None:
+    data = FeatureData(world[2], "train")
+    steps = data.epoch(1, 0, 100)
+    assert sorted(i for step in steps for i in step) == list(range(len(data)))
+    assert all(len(step) * max(data.lengths[i] for i in step) <= 100 for step in steps)
+    assert steps == data.epoch(1, 0, 100) != data.epoch(1, 1, 100)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"), [(64, "has 64 embedding rows"), (1, "end-of-turn or padding"), (7, "occurs in the data")]
+)
+def test_a_mask_token_that_means_something_is_refused(world: Any, mask: int, message: str) -> None:
+    _, interface, folders = world
+    with pytest.raises(ValueError, match=f"mask_token_id = {mask}: .*{message}"):
+        Trainer(config(drafter={"mask_token_id": mask}), tiny_shape(), interface, folders)
+
+
+def test_non_finite_steps_are_skipped_then_stop_the_run_by_document(world: Any, tmp_path: Path) -> None:
+    _, interface, folders = world
+    trainer = Trainer(config(), tiny_shape(), interface, folders)
+    trainer.embeddings = torch.full_like(trainer.embeddings, float("nan"))
+    before = {name: tensor.clone() for name, tensor in trainer.drafter.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"step 1: loss nan.*2 steps skipped; documents code/train-0000\d.safetensors#\d"
+    ):
+        trainer.run(Scratch(tmp_path))
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.drafter.state_dict().items())
+
+
+def test_zero_states_are_refused_by_shard_and_document(world: Any, tmp_path: Path) -> None:
+    target, _, _ = world
+    folder = make_features(tmp_path / "code", target)
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "train-00000.safetensors"
+    tensors = load_file(path)
+    tensors["target_hidden"][: int(tensors["offsets"][1])] = 0
+    save_file(tensors, path)
+    with pytest.raises(ArtifactError, match="train-00000.safetensors: document 0 has zero or non-finite states"):
+        FeatureData({"code": folder}, "train").document(0)
+
+
+def test_a_start_from_the_target_copies_its_last_layers(world: Any) -> None:
+    target, interface, folders = world
+    trainer = Trainer(config(start="target"), tiny_shape(), interface, folders)
+    state = trainer.drafter.state_dict()
+    for index, source in enumerate((2, 3)):
+        for name, tensor in target.blocks[source].state_dict().items():
+            assert torch.equal(state[f"layers.{index}.{name}"], tensor)
+    features = torch.randn(3, 2 * 16)
+    assert torch.equal(features @ state["fc.weight"].T, features[:, 16:])
+    with pytest.raises(ValueError, match="needs 3 kept layers, data/target has 2"):
+        Trainer(config(start="target", drafter={"num_layers": 3}), tiny_shape(num_layers=3), interface, folders)
+    with pytest.raises(ValueError, match=r"mlp.gate_proj.weight is \(32, 16\), the drafter's \(24, 16\)"):
+        Trainer(config(start="target", drafter={"ffn_size": 24}), tiny_shape(ffn_size=24), interface, folders)
+
+
+def test_schedules_warm_up_and_end_low() -> None:
+    for schedule in ("cosine", "wsd"):
+        optim = OPTIM.model_copy(update={"schedule": schedule})
+        rates = [learning_rate(optim, step, 100) for step in range(100)]
+        assert rates[:10] == sorted(rates[:10])
+        assert math.isclose(max(rates), OPTIM.lr)
+        assert rates[-1] < 0.06 * OPTIM.lr
+        assert rates[20:] == sorted(rates[20:], reverse=True)

@@ -17,7 +17,9 @@ help:  ## print this list
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Error: foredraft needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	# The lock is complete for a CPU build; the second line lets pip add what a GPU build of torch needs beside it.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$(grep '^torch==' requirements.lock)
 	touch $@
 
 venv: .venv/complete  ## make .venv from requirements.lock

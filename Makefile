@@ -8,16 +8,18 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/src
 export FOREDRAFT_SCRATCH ?= $(CURDIR)/.scratch
 # One thread a core: PyTorch otherwise counts the machine's cores, not the container's.
+# Bytecode is written as it is first needed; without it every stage would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= $(shell nproc)
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
+# The lock is complete for a CPU build; the second pip lets a GPU build of torch bring what it needs beside it.
 .venv/complete: requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Error: foredraft needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
-	# The lock is complete for a CPU build; the second line lets pip add what a GPU build of torch needs beside it.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$(grep '^torch==' requirements.lock)
 	touch $@

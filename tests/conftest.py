@@ -116,7 +116,7 @@ def smollm(smollm_folder: Path, quickstart_target: TargetConfig) -> FrozenTarget
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory, smollm_folder: Path) -> Any:
-    """A :class:`tests.workspace.Workspace` in which the whole pipeline has run once, on the smoke profile, and is pushed to its remote."""
+    """A :class:`tests.workspace.Workspace` in which the smoke pipeline has run once and been pushed."""
     from tests.workspace import copy_repository
 
     workspace = copy_repository(tmp_path_factory.mktemp("smoke"), "smoke")

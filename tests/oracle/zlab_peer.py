@@ -9,6 +9,7 @@ the first block after the prompt, ``(slots - 1, vocabulary)``. Everything in fp3
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -42,8 +43,8 @@ def main() -> None:
     stops = target.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
     found = {}
-    with open(prompts_file, encoding="utf-8") as stream, torch.inference_mode():
-        for index, ids in enumerate(json.load(stream)):
+    with torch.inference_mode():
+        for index, ids in enumerate(json.loads(Path(prompts_file).read_text(encoding="utf-8"))):
             prompt = torch.tensor([ids])
             tokens = dflash_generate(drafter, target, prompt, int(max_new), stops)
             found[f"tokens.{index}"] = tokens[0, len(ids) :].contiguous()

@@ -169,14 +169,14 @@ def test_a_partly_pulled_features_folder_is_refused_by_name(clone: Workspace) ->
 
 def test_an_experiment_is_a_row_with_tokens_per_step(smoke: Workspace) -> None:
     before = (smoke.path / "params.yaml").read_bytes()
-    output = smoke.run("dvc", "exp", "run", "--temp", "--name", "slower", "-S", "train.optim.lr=0.0007")
+    output = smoke.run("dvc", "exp", "run", "--temp", "--name", "slower", "-S", "train.lr=0.0007")
     assert ran(output) == ["train", "export", "evaluate"]
     rows = json.loads(smoke.run("dvc", "exp", "show", "--json"))
     experiments = [row for head in rows for row in head.get("experiments") or []]
     (found,) = [row for group in experiments for row in group["revs"] if row["name"] == "slower"]
     metrics = found["data"]["metrics"]["metrics/evaluate.json"]["data"]
     assert metrics["pooled"]["tokens_per_step"] >= 1.0
-    assert found["data"]["params"]["params.yaml"]["data"]["train"]["optim"]["lr"] == 0.0007
+    assert found["data"]["params"]["params.yaml"]["data"]["train"]["lr"] == 0.0007
     assert (smoke.path / "params.yaml").read_bytes() == before
 
 

@@ -6,7 +6,7 @@ import torch
 from foredraft.speculation.acceptance import Trace, pool
 from foredraft.speculation.chain import decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
-from foredraft.speculation.session import ReplaySession, SlotSession, Slots, open_session
+from foredraft.speculation.session import ReplaySession, Slots, SlotSession, open_session
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.greedy import greedy_answers
 from tests.conftest import TAPS, VOCABULARY, tiny_drafter, tiny_hybrid, tiny_llama

@@ -116,7 +116,10 @@ def test_a_question_asked_by_the_system_is_the_users() -> None:
 def test_traces_give_a_window_before_each_assistant_turn() -> None:
     shape = RowShape(uri="file:x", licence="MIT", format="traces", window_chars=10)
     roles = ["user", "assistant"] * 3
-    messages = [{"role": role, "content": text} for role, text in zip(roles, ["1234", "56", "789", "x", "y" * 11, "z"])]
+    messages = [
+        {"role": role, "content": text}
+        for role, text in zip(roles, ["1234", "56", "789", "x", "y" * 11, "z"], strict=True)
+    ]
     windows = [[m["content"] for m in draft.messages] for draft in read_traces({"messages": messages}, shape)]
     assert windows == [["1234"], ["1234", "56", "789"]]
 

@@ -8,19 +8,22 @@ import torch
 from foredraft.artifacts import ArtifactError
 from foredraft.drafter.config import DrafterConfig, LossConfig
 from foredraft.scratch import Scratch
+from foredraft.speculation.chain import decode
+from foredraft.speculation.proposers import DFlashProposer
+from foredraft.speculation.session import open_session
 from foredraft.target.frozen import FrozenTarget
+from foredraft.target.greedy import greedy_answers
 from foredraft.target.interface import Interface
 from foredraft.training.batches import FeatureData
 from foredraft.training.checkpoint import Progressed, checkpoints
-from foredraft.training.config import OptimConfig, TrainConfig
+from foredraft.training.config import TrainConfig
 from foredraft.training.objective import Head, run_batch
 from foredraft.training.optim import learning_rate
 from foredraft.training.trainer import Trainer
 from tests.builders import make_features, make_interface, tiny_frozen
-from tests.conftest import tiny_drafter, tiny_shape
+from tests.conftest import TAPS, tiny_drafter, tiny_hybrid, tiny_shape
 
 LOSS = LossConfig(labels="target_argmax", soft=0.5, weights="decay", gamma=4.0, alpha=0.5)
-OPTIM = OptimConfig(lr=5e-3, schedule="cosine", warmup=0.1, weight_decay=0.01, betas=(0.9, 0.95), clip=1.0)
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -38,7 +41,12 @@ def config(**changes: Any) -> TrainConfig:
         "start": "random",
         "head_rows": "occurring",
         "loss": LOSS,
-        "optim": OPTIM,
+        "lr": 5e-3,
+        "schedule": "cosine",
+        "warmup": 0.1,
+        "weight_decay": 0.01,
+        "betas": (0.9, 0.95),
+        "clip": 1.0,
         "epochs": 4,
         "tokens_per_step": 100,
         "anchors_per_step": 32,
@@ -131,7 +139,7 @@ def test_sums_pool_whatever_the_batch_and_its_padding(world: Any, weights: str) 
 
 def test_block_labels_are_those_of_the_whole_sequence(world: Any) -> None:
     """What a slot is scored against is what the target says at that place of the full document."""
-    target, interface, folders = world
+    target, _, folders = world
     data = FeatureData(folders, "train")
     batch = data.batch([2, 5], 12, 4, torch.Generator().manual_seed(0))
     for row in range(2):
@@ -210,11 +218,27 @@ def test_a_start_from_the_target_copies_its_last_layers(world: Any) -> None:
         Trainer(config(start="target", drafter={"ffn_size": 24}), tiny_shape(ffn_size=24), interface, folders)
 
 
+def test_a_drafter_trained_on_a_hybrid_is_lossless_on_it(tmp_path: Path) -> None:
+    target = FrozenTarget(tiny_hybrid(), TAPS)
+    folders = {"code": make_features(tmp_path / "code", target)}
+    trainer = Trainer(config(epochs=12), tiny_shape(), make_interface(target), folders)
+    curve = curve_of(trainer, tmp_path / "scratch")
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    drafter = trainer.drafter.eval().requires_grad_(False)
+    accepted = 0
+    for index in range(4):
+        prompt = FeatureData(folders, "validation").document(index).input_ids[:8].tolist()
+        (reference,) = greedy_answers(target.model, [prompt], 24, [1])
+        (trace,) = decode(open_session(target), DFlashProposer(drafter, target), [prompt], 24, [1])
+        assert trace.tokens == reference
+        accepted += sum(step[1] for step in trace.steps)
+    assert accepted > 0, "a trained drafter must have drafts accepted, or nothing was rolled back and kept"
+
+
 def test_schedules_warm_up_and_end_low() -> None:
     for schedule in ("cosine", "wsd"):
-        optim = OPTIM.model_copy(update={"schedule": schedule})
-        rates = [learning_rate(optim, step, 100) for step in range(100)]
+        rates = [learning_rate(config(schedule=schedule), step, 100) for step in range(100)]
         assert rates[:10] == sorted(rates[:10])
-        assert math.isclose(max(rates), OPTIM.lr)
-        assert rates[-1] < 0.06 * OPTIM.lr
+        assert math.isclose(max(rates), config().lr)
+        assert rates[-1] < 0.06 * config().lr
         assert rates[20:] == sorted(rates[20:], reverse=True)

@@ -1,4 +1,4 @@
-"""``make lock``: ``pyproject.toml`` -> ``requirements.lock``. Runs in an empty environment, on the standard library alone."""
+"""``make lock``: ``pyproject.toml`` -> ``requirements.lock``. On the standard library alone: the environment is empty."""
 
 import subprocess
 import sys

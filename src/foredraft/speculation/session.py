@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from foredraft.features.checks import pad
-from foredraft.target.frozen import FrozenTarget
+from foredraft.target.frozen import FrozenTarget, attends_to_everything
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,6 @@ class ReplaySession:
         return self._target.step(input_ids, self._cache)
 
 
-def attends_to_everything(target: FrozenTarget) -> bool:
-    """Whether every layer of the target's cache is a plain one, so that slots can be masked out."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=target.model.config).layers)
-
-
 def open_session(target: FrozenTarget) -> Session:
     """The fastest exact session for this target."""
-    return SlotSession(target) if attends_to_everything(target) else ReplaySession(target)
+    return SlotSession(target) if attends_to_everything(target.model) else ReplaySession(target)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from foredraft.target.config import TargetConfig
 
@@ -90,6 +91,11 @@ def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:
             f"target_layer_ids = {list(layer_ids)}: expected distinct 0-based decoder blocks of a target "
             f"that has {layers} (0 to {layers - 1})"
         )
+
+
+def attends_to_everything(model: Any) -> bool:
+    """Whether every layer of the model's cache is plain attention: no window, no recurrent state."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 def load_target(

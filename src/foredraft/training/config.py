@@ -8,9 +8,15 @@ from foredraft.drafter.config import DrafterConfig, LossConfig
 from foredraft.params import Config
 
 
-class OptimConfig(Config):
-    """AdamW and its schedule."""
+class TrainConfig(Config):
+    """The ``train`` section."""
 
+    drafter: DrafterConfig
+    start: Literal["random", "target"]
+    """``target``: layers from the target's last ones, ``fc`` a copy of the last tap, norms from the target's."""
+    head_rows: Literal["occurring", "full"]
+    """Vocabulary rows of the training head: those that occur in the answers, or all. Validation always uses all."""
+    loss: LossConfig
     lr: float = Field(gt=0)
     schedule: Literal["cosine", "wsd"]
     """After the warm-up: a cosine to zero, or constant and then linear to zero over the last fifth."""
@@ -21,18 +27,6 @@ class OptimConfig(Config):
     betas: tuple[float, float]
     clip: float = Field(gt=0)
     """Largest norm of the gradient."""
-
-
-class TrainConfig(Config):
-    """The ``train`` section."""
-
-    drafter: DrafterConfig
-    start: Literal["random", "target"]
-    """``target``: layers from the target's last ones, ``fc`` a copy of the last tap, norms from the target's."""
-    head_rows: Literal["occurring", "full"]
-    """Vocabulary rows of the training head: those that occur in the answers, or all. Validation always uses all."""
-    loss: LossConfig
-    optim: OptimConfig
     epochs: int = Field(gt=0)
     tokens_per_step: int = Field(gt=0)
     """Context tokens of a step, padding included."""

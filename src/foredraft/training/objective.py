@@ -16,7 +16,6 @@ from foredraft.drafter.masks import training_mask
 from foredraft.drafter.model import Drafter
 from foredraft.training.batches import Batch
 
-
 # Counted slots are padded up to a multiple of this for the head, so that few shapes occur.
 SLOT_MULTIPLE = 128
 

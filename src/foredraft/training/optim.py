@@ -5,12 +5,12 @@ import math
 import torch
 from torch import nn
 
-from foredraft.training.config import OptimConfig
+from foredraft.training.config import TrainConfig
 
 DECAY_SHARE = 0.2
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices alone."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -21,7 +21,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
-def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
     """Rate of 0-based ``step`` of ``steps``."""
     warmup = math.ceil(config.warmup * steps)
     if step < warmup:

@@ -46,7 +46,7 @@ class Trainer:
         self.full_head = Head.build(interface.lm_head, None, self.dtype)
         self.drafter = Drafter(shape)
         initialise(self.drafter, config.start, interface, torch.Generator().manual_seed(config.seed))
-        self.optimizer = build_optimizer(self.drafter, config.optim)
+        self.optimizer = build_optimizer(self.drafter, config)
         self.plan = [
             (epoch, number, documents)
             for epoch in range(config.epochs)
@@ -84,7 +84,7 @@ class Trainer:
         batch = self.train_data.batch(
             documents, self.config.anchors_per_step, self.config.drafter.block_size, generator
         )
-        rate = learning_rate(self.config.optim, progressed.step, len(self.plan))
+        rate = learning_rate(self.config, progressed.step, len(self.plan))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
@@ -92,7 +92,7 @@ class Trainer:
             outcome = run_batch(self.drafter, batch, self.embeddings, self.train_head, self.config.loss)
         loss = outcome.loss / outcome.weight.clamp(min=1e-12)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.optim.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
         if torch.isfinite(loss) and torch.isfinite(norm):
             self.optimizer.step()
         else:

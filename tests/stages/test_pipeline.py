@@ -94,11 +94,27 @@ def test_nothing_changed_runs_nothing(smoke: Workspace) -> None:
     assert smoke.repro() == []
 
 
-def test_a_learning_rate_reruns_training_and_what_follows_and_comes_back_from_the_cache(smoke: Workspace) -> None:
-    smoke.edit("params.yaml", "lr: 2.0e-3", "lr: 1.0e-3")
-    assert smoke.repro() == ["train", "export", "evaluate"]
-    smoke.edit("params.yaml", "lr: 1.0e-3", "lr: 2.0e-3")
+def test_an_experiment_reruns_training_and_what_follows_and_is_a_row_with_tokens_per_step(smoke: Workspace) -> None:
+    before = (smoke.path / "params.yaml").read_bytes()
+    output = smoke.run("dvc", "exp", "run", "--temp", "--name", "slower", "-S", "train.lr=0.0007")
+    assert ran(output) == ["train", "export", "evaluate"]
+    rows = json.loads(smoke.run("dvc", "exp", "show", "--json"))
+    experiments = [row for head in rows for row in head.get("experiments") or []]
+    (found,) = [row for group in experiments for row in group["revs"] if row["name"] == "slower"]
+    metrics = found["data"]["metrics"]["metrics/evaluate.json"]["data"]
+    assert metrics["pooled"]["tokens_per_step"] >= 1.0
+    assert found["data"]["params"]["params.yaml"]["data"]["train"]["lr"] == 0.0007
+    assert (smoke.path / "params.yaml").read_bytes() == before
+
+
+def test_what_ran_before_is_restored_there_and_back(smoke: Workspace) -> None:
+    trained = (smoke.path / "data/drafter/drafter.safetensors").read_bytes()
+    smoke.edit("params.yaml", "lr: 2.0e-3", "lr: 0.0007")
     assert smoke.repro() == []
+    assert (smoke.path / "data/drafter/drafter.safetensors").read_bytes() != trained
+    smoke.edit("params.yaml", "lr: 0.0007", "lr: 2.0e-3")
+    assert smoke.repro() == []
+    assert (smoke.path / "data/drafter/drafter.safetensors").read_bytes() == trained
     assert smoke.run("git", "status", "--porcelain") == ""
 
 
@@ -165,19 +181,6 @@ def test_a_partly_pulled_features_folder_is_refused_by_name(clone: Workspace) ->
     ).exists()
     clone.run("dvc", "pull", "-q", "extract@tools")
     assert shard.exists()
-
-
-def test_an_experiment_is_a_row_with_tokens_per_step(smoke: Workspace) -> None:
-    before = (smoke.path / "params.yaml").read_bytes()
-    output = smoke.run("dvc", "exp", "run", "--temp", "--name", "slower", "-S", "train.lr=0.0007")
-    assert ran(output) == ["train", "export", "evaluate"]
-    rows = json.loads(smoke.run("dvc", "exp", "show", "--json"))
-    experiments = [row for head in rows for row in head.get("experiments") or []]
-    (found,) = [row for group in experiments for row in group["revs"] if row["name"] == "slower"]
-    metrics = found["data"]["metrics"]["metrics/evaluate.json"]["data"]
-    assert metrics["pooled"]["tokens_per_step"] >= 1.0
-    assert found["data"]["params"]["params.yaml"]["data"]["train"]["lr"] == 0.0007
-    assert (smoke.path / "params.yaml").read_bytes() == before
 
 
 def test_the_documented_tree_is_there() -> None:

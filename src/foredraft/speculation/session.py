@@ -62,8 +62,10 @@ class SlotSession:
         self._lengths = self._mask.sum(1)  # (B) committed tokens
         self._cache = DynamicCache(config=self._target.model.config)
         positions = torch.arange(input_ids.shape[1], device=device)[None].expand_as(self._mask)
-        taps, logits = self._read(input_ids.to(device), positions)
-        last = logits[torch.arange(len(prompts)), self._lengths - 1]
+        # Logits of all positions would be the largest tensor by far: only where some row ends.
+        ends, end_of_row = (self._lengths - 1).unique(return_inverse=True)
+        taps, logits = self._read(input_ids.to(device), positions, logits_to_keep=ends)
+        last = logits[torch.arange(len(prompts), device=device), end_of_row]
         return last, Slots(taps, positions, self._mask.bool())
 
     def verify(self, block: Tensor) -> Tensor:
@@ -79,9 +81,9 @@ class SlotSession:
         self._lengths = self._lengths + kept
         return Slots(self._taps, self._positions, valid)
 
-    def _read(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, input_ids: Tensor, positions: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.passes += 1
-        return self._target.step(input_ids, self._cache, attention_mask=self._mask, position_ids=positions)
+        return self._target.step(input_ids, self._cache, attention_mask=self._mask, position_ids=positions, **kwargs)
 
 
 class ReplaySession:
@@ -98,7 +100,7 @@ class ReplaySession:
             )
         self._length = 0
         self._cache: Any = DynamicCache(config=self._target.model.config)
-        taps, logits = self._read(torch.tensor(prompts, device=self._target.device))
+        taps, logits = self._read(torch.tensor(prompts, device=self._target.device), logits_to_keep=1)
         self._length = len(prompts[0])
         positions = torch.arange(self._length, device=logits.device)[None]
         return logits[:, -1], Slots(taps, positions, torch.ones_like(positions, dtype=torch.bool))
@@ -130,9 +132,9 @@ class ReplaySession:
             else:
                 layer.crop(-fed)
 
-    def _read(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.passes += 1
-        return self._target.step(input_ids, self._cache)
+        return self._target.step(input_ids, self._cache, **kwargs)
 
 
 def open_session(target: FrozenTarget) -> Session:

@@ -118,14 +118,8 @@ def test_what_ran_before_is_restored_there_and_back(smoke: Workspace) -> None:
     assert smoke.run("git", "status", "--porcelain") == ""
 
 
-def test_other_taps_rerun_extraction_but_not_tokens_and_come_back_from_the_cache(smoke: Workspace) -> None:
-    smoke.edit("params.yaml", "[1, 8, 14, 20, 27]", "[2, 9, 15, 21, 26]")
-    assert set(smoke.repro()) == {"extract@code", "extract@tools", "train", "export", "evaluate"}
-    smoke.edit("params.yaml", "[2, 9, 15, 21, 26]", "[1, 8, 14, 20, 27]")
-    assert smoke.repro() == []
-
-
-def test_a_new_source_runs_its_own_stages_and_what_follows(smoke: Workspace) -> None:
+def test_other_taps_and_a_new_source_rerun_what_they_touch_and_no_more(smoke: Workspace) -> None:
+    """Taps: extraction of every source, but no tokens. A source: its own stages. Both: training and what follows."""
     rows = smoke.path / "more.jsonl"
     questions = [
         f"Name {n} birds of the kind that people keep at home." for n in ("two", "three", "four", "five", "six")
@@ -136,8 +130,9 @@ def test_a_new_source_runs_its_own_stages_and_what_follows(smoke: Workspace) -> 
     stale = smoke.run("python", "-m", "foredraft.plan.pipeline", "--check", fails=True)
     assert "run make sources" in stale
     smoke.run("python", "-m", "foredraft.plan.pipeline")
+    smoke.edit("params.yaml", "[1, 8, 14, 20, 27]", "[2, 9, 15, 21, 26]")
     own = {f"{stage}@birds" for stage in ("fetch", "curate", "respond", "prepare", "extract")}
-    assert set(smoke.repro()) == {*own, "train", "export", "evaluate"}
+    assert set(smoke.repro()) == {*own, "extract@code", "extract@tools", "train", "export", "evaluate"}
     smoke.run("git", "checkout", "-q", "params.yaml", "dvc.yaml")
     rows.unlink()
     assert smoke.repro() == []

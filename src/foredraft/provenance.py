@@ -33,10 +33,18 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with ``+dirty`` when files differ from it; ``unknown`` outside git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+dirty", "--exclude=*"]
-    try:
+    """The checkout's commit, with ``+dirty`` when files differ from it; ``unknown`` outside git.
+
+    What the pipeline itself writes (``dvc.lock``, metrics) does not count.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        edits = git("status", "--porcelain", "--", ".", ":!dvc.lock", ":!metrics")
+        return git("rev-parse", "--short=12", "HEAD") + ("+dirty" if edits else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

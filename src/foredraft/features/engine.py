@@ -13,9 +13,9 @@ from foredraft.progress import Progress
 from foredraft.provenance import versions
 from foredraft.scratch import open_scratch, work_fingerprint
 from foredraft.sources.config import FetchConfig
+from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget, check_layer_ids, load_target
-from foredraft.target.interface import open_interface
 from foredraft.target.weights import checkpoint_folder
 from foredraft.tokens.shards import TokenShard, open_tokens, read_shard
 

@@ -16,10 +16,11 @@ from foredraft.responses.config import RespondConfig
 from foredraft.responses.schema import RESPONSES, Response, read_responses, write_responses
 from foredraft.scratch import Scratch, open_scratch, work_fingerprint
 from foredraft.sources.config import FetchConfig
+from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import load_target
 from foredraft.target.greedy import greedy_answers
-from foredraft.target.interface import open_interface, read_tokenizer
+from foredraft.target.interface import read_tokenizer
 from foredraft.target.weights import checkpoint_folder
 
 

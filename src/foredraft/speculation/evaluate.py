@@ -23,10 +23,11 @@ from foredraft.speculation.chain import decode
 from foredraft.speculation.config import EvaluateConfig
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
 from foredraft.speculation.session import open_session
+from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget, attends_to_everything, load_target
 from foredraft.target.greedy import greedy_answers
-from foredraft.target.interface import open_interface, read_tokenizer
+from foredraft.target.interface import read_tokenizer
 from foredraft.target.weights import checkpoint_folder
 
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from foredraft.artifacts import Manifest, open_artifact, publish
+from foredraft.artifacts import Manifest, publish
 from foredraft.chat.render import Renderer
 from foredraft.sources.config import FetchConfig
+from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget, load_target
 from foredraft.target.weights import checkpoint_digest, checkpoint_folder
@@ -96,11 +97,6 @@ def eos_token_ids(frozen: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> l
     ids = frozen.model.generation_config.eos_token_id
     ids = tokenizer.eos_token_id if ids is None else ids
     return sorted(ids if isinstance(ids, list) else [ids])
-
-
-def open_interface(folder: Path) -> Manifest:
-    """Verify the ``target`` artefact."""
-    return open_artifact(folder, "target", "dvc repro target")
 
 
 def read_interface(folder: Path) -> Interface:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from foredraft.artifacts import Manifest, publish
 from foredraft.responses.schema import Response, open_responses
-from foredraft.target.interface import open_interface
+from foredraft.target.artifact import open_interface
 from foredraft.tokens.config import PrepareConfig
 from foredraft.tokens.shards import SPLITS, pack, write_shard
 

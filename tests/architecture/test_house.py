@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,19 +119,14 @@ def test_the_drafter_opens_no_file_and_extraction_reaches_no_training() -> None:
 
 
 @pytest.mark.parametrize("word", LIGHT_STAGES)
-def test_light_stages_import_no_torch_and_help_at_once(word: str) -> None:
-    code = f"import sys, stages.{word}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-    # The best of a few: a busy machine is not the script's fault, an import of torch would be.
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        shown = subprocess.run(
-            [sys.executable, "-m", f"stages.{word}", "--help"], cwd=ROOT, capture_output=True, text=True
-        )
-        seconds.append(time.perf_counter() - start)
-    assert "Usage:" in shown.stdout
-    assert min(seconds) < 1.0
+def test_light_stages_import_nothing_heavy_and_show_their_help(word: str) -> None:
+    """What would make ``--help`` slow is known by name, so nothing is timed."""
+    heavy = "{'torch', 'transformers', 'datasets', 'pandas', 'dvc', 'huggingface_hub'}"
+    code = f"import sys, stages.{word}; print(sorted({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"
+    help_text = [sys.executable, "-m", f"stages.{word}", "--help"]
+    assert "Usage:" in subprocess.run(help_text, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_params_check_needs_no_torch() -> None:

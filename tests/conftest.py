@@ -66,18 +66,20 @@ def tiny_target(request: pytest.FixtureRequest) -> FrozenTarget:
     return FrozenTarget(tiny_llama() if request.param == "llama" else tiny_hybrid(), TAPS)
 
 
-def tiny_shape(**changes: object) -> DrafterShape:
-    choice = {
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "ffn_size": 32,
-        "block_size": 4,
-        "mask_token_id": 5,
-    }
+TINY_CHOICE: dict[str, Any] = {
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "ffn_size": 32,
+    "block_size": 4,
+    "mask_token_id": 5,
+}
+
+
+def tiny_shape(**changes: Any) -> DrafterShape:
     return DrafterShape(
-        choice=DrafterConfig(**{**choice, **changes}),
+        choice=DrafterConfig(**TINY_CHOICE | changes),
         hidden_size=HIDDEN,
         vocab_rows=VOCABULARY,
         target_layer_ids=TAPS,

@@ -21,23 +21,14 @@ from foredraft.training.objective import Head, run_batch
 from foredraft.training.optim import learning_rate
 from foredraft.training.trainer import Trainer
 from tests.builders import make_features, make_interface, tiny_frozen
-from tests.conftest import TAPS, tiny_drafter, tiny_hybrid, tiny_shape
+from tests.conftest import TAPS, TINY_CHOICE, tiny_drafter, tiny_hybrid, tiny_shape
 
 LOSS = LossConfig(labels="target_argmax", soft=0.5, weights="decay", gamma=4.0, alpha=0.5)
 
 
 def config(**changes: Any) -> TrainConfig:
-    drafter: dict[str, Any] = {
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "ffn_size": 32,
-        "block_size": 4,
-        "mask_token_id": 5,
-    }
     settings: dict[str, Any] = {
-        "drafter": DrafterConfig(**drafter | changes.pop("drafter", {})),
+        "drafter": DrafterConfig(**TINY_CHOICE | changes.pop("drafter", {})),
         "start": "random",
         "head_rows": "occurring",
         "loss": LOSS,

@@ -209,7 +209,6 @@ def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Pat
 
 def summary(progressed: Progressed, trainer: Trainer) -> dict[str, Any]:
     """What ``dvc metrics show`` shows of a run."""
-    trainer.drafter.eval()
     last = progressed.curve[-1]
     seconds = sum(record["seconds"] for record in progressed.curve)
     return {

@@ -50,7 +50,7 @@ class Scratch:
         """Whether ``name`` was finished, by this run or an earlier one."""
         return (self.path / name).exists()
 
-    def write(self, name: str, writer: Callable[[Path], None]) -> Path:
+    def write(self, name: str, writer: Callable[[Path], object]) -> Path:
         """Let ``writer`` write a temporary file, make it durable, and give it its name."""
         final = self.path / name
         partial = final.with_name(f"{final.name}.tmp")

@@ -3,9 +3,10 @@
 A drafter learns to guess what the target says, so its data are the target's own answers, whatever the source held.
 """
 
+import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foredraft.artifacts import Manifest
 from foredraft.chat.render import Renderer, UnrenderablePrompt
@@ -22,6 +23,8 @@ from foredraft.target.frozen import load_target
 from foredraft.target.greedy import greedy_answers
 from foredraft.target.interface import read_tokenizer
 from foredraft.target.weights import checkpoint_folder
+
+Item = TypeVar("Item")
 
 
 def respond(
@@ -111,7 +114,7 @@ def _generate_all(
     load: Any,
     scratch: Scratch,
 ) -> list[Response]:
-    batches = [prompts[i : i + config.batch_size] for i in range(0, len(prompts), config.batch_size)]
+    batches = even_batches(prompts, config.batch_size)
     model = None
     answers: list[Response] = []
     with Progress(f"respond-{name}", len(prompts), "answers") as progress:
@@ -125,6 +128,13 @@ def _generate_all(
             answers += read_responses(scratch.path / part)
             progress.advance(len(batch))
     return answers
+
+
+def even_batches(items: list[Item], largest: int) -> list[list[Item]]:
+    """As few batches as ``largest`` allows, of sizes that differ by one at most: a batch of a few costs as many steps."""
+    count = -(-len(items) // largest)
+    bounds = [len(items) * i // max(1, count) for i in range(count + 1)]
+    return [items[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def _answer(row: Conversation, prompt: list[int], answer: list[int], eos: list[int]) -> Response:

@@ -35,6 +35,8 @@ class FrozenTarget:
         self._captured: dict[int, Tensor] = {}
         for layer_id in self.layer_ids:
             self.blocks[layer_id].register_forward_hook(self._capture(layer_id))
+        # On a view with a gap, such as the last position of every row, a product copies the whole head once for each row.
+        self.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0].contiguous(),))
 
     @property
     def device(self) -> torch.device:

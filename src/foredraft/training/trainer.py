@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from foredraft.artifacts import Manifest, publish, write_atomic, write_json
+from foredraft.artifacts import Manifest, write_atomic, write_json
 from foredraft.drafter.config import DrafterShape
 from foredraft.drafter.model import Drafter
 from foredraft.progress import Progress
@@ -23,7 +23,6 @@ from foredraft.training.initialise import initialise
 from foredraft.training.objective import Head, Outcome, run_batch
 from foredraft.training.optim import build_optimizer, learning_rate
 
-BEST = "best.safetensors"
 WEIGHTS = "drafter.safetensors"
 SHAPE = "shape.json"
 
@@ -130,7 +129,7 @@ class Trainer:
 
     def _keep_best(self, progressed: Progressed, record: dict[str, Any], scratch: Scratch) -> None:
         if not progressed.best or record["val_tokens_per_step"] > progressed.best["tokens_per_step"]:
-            scratch.write(BEST, lambda path: save_file(self.drafter.state_dict(), path))
+            scratch.write(WEIGHTS, lambda path: save_file(self.drafter.state_dict(), path))
             progressed.best = {"step": progressed.step, "tokens_per_step": record["val_tokens_per_step"]}
 
 
@@ -192,7 +191,7 @@ def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Pat
     with open_scratch("train", key) as scratch:
         trainer = Trainer(config, shape, interface, features)
         progressed = trainer.run(scratch)
-        write_atomic(scratch.path / SHAPE, shape.model_dump_json(indent=1) + "\n")
+        scratch.write(SHAPE, lambda path: path.write_text(shape.model_dump_json(indent=1) + "\n", encoding="utf-8"))
         choice = config.drafter
         manifest = Manifest(
             "drafter",
@@ -200,9 +199,7 @@ def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Pat
             counts={"documents": len(trainer.train_data), "validation_documents": len(trainer.validation_data)},
             facts={"best": progressed.best},
         )
-        with publish(out, manifest) as building:
-            (building / WEIGHTS).write_bytes((scratch.path / BEST).read_bytes())
-            (building / SHAPE).write_bytes((scratch.path / SHAPE).read_bytes())
+        scratch.publish(out, manifest, [WEIGHTS, SHAPE])
     write_json(metrics, summary(progressed, trainer))
     write_atomic(curve, curve_csv(progressed.curve))
 

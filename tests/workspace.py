@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foredraft.scratch import scratch_root
@@ -18,6 +18,7 @@ class Workspace:
 
     path: Path
     scratch: Path
+    variables: dict[str, str] = field(default_factory=dict)
 
     def run(self, *command: str, fails: bool = False, **variables: str) -> str:
         """Run a command there; its output, both streams. Fails the test if its exit code is not as expected."""
@@ -27,6 +28,7 @@ class Workspace:
             "PYTHONPATH": str(self.path / "src"),
             "FOREDRAFT_SCRATCH": str(self.scratch),
             "DVC_NO_ANALYTICS": "1",
+            **self.variables,
             **variables,
         }
         done = subprocess.run(
@@ -57,7 +59,7 @@ def ran(output: str) -> list[str]:
     return re.findall(r"^Running stage '([^']+)'", output, flags=re.MULTILINE)
 
 
-def copy_repository(folder: Path, profile: str) -> Workspace:
+def copy_repository(folder: Path, profile: str, **variables: str) -> Workspace:
     """Copy what git tracks or would track, under a profile. Wheels and the converted target are shared."""
     path, scratch = folder / "project", folder / "scratch"
     listed = subprocess.run(
@@ -74,7 +76,7 @@ def copy_repository(folder: Path, profile: str) -> Workspace:
     for shared in ("wheels", "targets"):
         (scratch_root() / shared).mkdir(parents=True, exist_ok=True)
         (scratch / shared).symlink_to(scratch_root() / shared)
-    workspace = Workspace(path, scratch)
+    workspace = Workspace(path, scratch, variables)
     workspace.run("git", "init", "-q", "-b", "main")
     for key, value in {"user.name": "Test", "user.email": "test@example.org", "gc.auto": "0"}.items():
         workspace.run("git", "config", key, value)

@@ -107,37 +107,6 @@ def test_an_experiment_reruns_training_and_what_follows_and_is_a_row_with_tokens
     assert (smoke.path / "params.yaml").read_bytes() == before
 
 
-def test_what_ran_before_is_restored_there_and_back(smoke: Workspace) -> None:
-    trained = (smoke.path / "data/drafter/drafter.safetensors").read_bytes()
-    smoke.edit("params.yaml", "lr: 2.0e-3", "lr: 0.0007")
-    assert smoke.repro() == []
-    assert (smoke.path / "data/drafter/drafter.safetensors").read_bytes() != trained
-    smoke.edit("params.yaml", "lr: 0.0007", "lr: 2.0e-3")
-    assert smoke.repro() == []
-    assert (smoke.path / "data/drafter/drafter.safetensors").read_bytes() == trained
-    assert smoke.run("git", "status", "--porcelain") == ""
-
-
-def test_other_taps_and_a_new_source_rerun_what_they_touch_and_no_more(smoke: Workspace) -> None:
-    """Taps: extraction of every source, but no tokens. A source: its own stages. Both: training and what follows."""
-    rows = smoke.path / "more.jsonl"
-    questions = [
-        f"Name {n} birds of the kind that people keep at home." for n in ("two", "three", "four", "five", "six")
-    ]
-    rows.write_text("".join(json.dumps({"messages": [{"role": "user", "content": q}]}) + "\n" for q in questions))
-    source = "  birds: {uri: 'file:more.jsonl', kind: general, licence: MIT, format: messages}\n"
-    smoke.edit("params.yaml", "\nbenchmarks:", f"{source}\nbenchmarks:")
-    stale = smoke.run("python", "-m", "foredraft.plan.pipeline", "--check", fails=True)
-    assert "run make sources" in stale
-    smoke.run("python", "-m", "foredraft.plan.pipeline")
-    smoke.edit("params.yaml", "[1, 8, 14, 20, 27]", "[2, 9, 15, 21, 26]")
-    own = {f"{stage}@birds" for stage in ("fetch", "curate", "respond", "prepare", "extract")}
-    assert set(smoke.repro()) == {*own, "extract@code", "extract@tools", "train", "export", "evaluate"}
-    smoke.run("git", "checkout", "-q", "params.yaml", "dvc.yaml")
-    rows.unlink()
-    assert smoke.repro() == []
-
-
 @pytest.fixture(scope="module")
 def clone(smoke: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """A colleague's clone: an empty cache, and nothing but the remote to fill it."""
@@ -156,7 +125,7 @@ def clone(smoke: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Workspa
 
 def test_a_clone_trains_on_pulled_features_and_runs_no_stage_before(clone: Workspace) -> None:
     assert not (clone.path / "data/features").exists()
-    clone.edit("params.yaml", "lr: 2.0e-3", "lr: 1.5e-3")
+    clone.edit("params.yaml", "lr: 1.0e-3", "lr: 1.5e-3")
     assert clone.repro("--pull", "--allow-missing") == ["train", "export", "evaluate"]
     assert (clone.path / "data/features/code/manifest.json").exists()
     assert not (clone.path / "data/raw").exists()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.workspace import Workspace
 
@@ -69,19 +70,11 @@ def test_training_ends_in_the_same_weights(smoke: Workspace, fresh_scratch: Path
 
 def test_a_second_writer_is_refused(smoke: Workspace, fresh_scratch: Path, tmp_path: Path) -> None:
     extract = ["stages.extract", "code", "--tokens", "data/tokens/code", "--target", "data/target", "--out"]
-    environment = {**os.environ, "PYTHONPATH": str(smoke.path / "src"), "FOREDRAFT_SCRATCH": str(fresh_scratch)}
-    first = subprocess.Popen(
-        [sys.executable, "-m", *extract, str(tmp_path / "b")],
-        cwd=smoke.path,
-        env=environment,
-        stderr=subprocess.DEVNULL,
-    )
-    while not list(fresh_scratch.glob("extract-code/*.lock")):
-        assert first.poll() is None
-        time.sleep(0.02)
-    time.sleep(0.1)
-    output = smoke.run("python", "-m", *extract, str(tmp_path / "c"), FOREDRAFT_SCRATCH=str(fresh_scratch), fails=True)
-    first.kill()
-    first.wait()
+    kill_when(smoke, [*extract, str(tmp_path / "b")], fresh_scratch, "extract-code/*.lock")
+    (lock,) = fresh_scratch.glob("extract-code/*.lock")
+    with FileLock(lock):
+        output = smoke.run(
+            "python", "-m", *extract, str(tmp_path / "c"), FOREDRAFT_SCRATCH=str(fresh_scratch), fails=True
+        )
     assert "is being written by another process" in output
     assert not (tmp_path / "c").exists()

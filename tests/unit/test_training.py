@@ -7,6 +7,7 @@ import torch
 
 from foredraft.artifacts import ArtifactError
 from foredraft.drafter.config import DrafterConfig, LossConfig
+from foredraft.drafter.loss import slot_losses
 from foredraft.scratch import Scratch
 from foredraft.speculation.chain import decode
 from foredraft.speculation.proposers import DFlashProposer
@@ -128,19 +129,31 @@ def test_sums_pool_whatever_the_batch_and_its_padding(world: Any, weights: str) 
     assert torch.equal(together.counted, sum(outcome.counted for outcome in apart))
 
 
-def test_block_labels_are_those_of_the_whole_sequence(world: Any) -> None:
-    """What a slot is scored against is what the target says at that place of the full document."""
+@pytest.mark.parametrize("labels", ["target_argmax", "data"])
+def test_block_labels_are_those_of_the_whole_sequence(world: Any, labels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is scored against what stands, or what the target says, at that place of the full document."""
     target, _, folders = world
-    data = FeatureData(folders, "train")
-    batch = data.batch([2, 5], 12, 4, torch.Generator().manual_seed(0))
-    for row in range(2):
-        length = data.lengths[[2, 5][row]]
+    data, indices = FeatureData(folders, "train"), [2, 5]
+    batch = data.batch(indices, 12, 4, torch.Generator().manual_seed(0))
+    expected = []
+    for row, index in enumerate(indices):
+        ids = batch.input_ids[row, : data.lengths[index]]
         with torch.inference_mode():
-            argmax = target.model(input_ids=batch.input_ids[row : row + 1, :length]).logits[0].argmax(-1)
+            said = target.model(input_ids=ids[None]).logits[0].argmax(-1)
         for n, anchor in enumerate(batch.blocks.anchors[row].tolist()):
-            for k in range(1, 4):
-                if batch.blocks.counted[row, n, k]:
-                    assert batch.topk_ids[row, anchor + k, 0] == argmax[anchor + k - 1]
+            places = [anchor + k for k in range(4) if batch.blocks.counted[row, n, k]]
+            expected += [int(ids[place] if labels == "data" else said[place - 1]) for place in places]
+    asked: list[int] = []
+
+    def recording(hidden: Any, head: Any, rows: Any, *rest: Any) -> Any:
+        asked.extend(rows.tolist())
+        return slot_losses(hidden, head, rows, *rest)
+
+    monkeypatch.setattr("foredraft.training.objective.slot_losses", recording)
+    head = Head.build(target.head.weight, None, torch.float32)
+    run_batch(tiny_drafter(), batch, target.embeddings.weight, head, LOSS.model_copy(update={"labels": labels}))
+    assert asked[: len(expected)] == expected
+    assert len(expected) == int(batch.blocks.counted.sum())
 
 
 def test_the_reduced_head_asks_for_every_label(world: Any) -> None:

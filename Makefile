@@ -35,8 +35,10 @@ repro: venv  ## run what is out of date of the pipeline, and print the result
 table: venv  ## print the result of the last run again
 	@$(BIN)/python -m foredraft.plan.table metrics/evaluate.json metrics/train.json
 
+# Two workers of one thread each: most of a whole pipeline is imports, which use one core.
+test: export OMP_NUM_THREADS := 1
 test: venv  ## run all tests, one whole pipeline among them
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 check: venv  ## format, lint, types, tests: all that must hold before a commit
 	$(BIN)/ruff format --check .

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from foredraft.drafter.config import DrafterConfig, DrafterShape
@@ -118,11 +119,27 @@ def smollm(smollm_folder: Path, quickstart_target: TargetConfig) -> FrozenTarget
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory, smollm_folder: Path) -> Any:
-    """A :class:`tests.workspace.Workspace` in which the smoke pipeline has run once and been pushed."""
-    from tests.workspace import copy_repository
+    """A :class:`tests.workspace.Workspace` in which the smoke pipeline has run once and been pushed.
 
-    workspace = copy_repository(tmp_path_factory.mktemp("smoke"), "smoke")
-    (workspace.path.parent / "first-run.txt").write_text(workspace.run("dvc", "repro"))
-    workspace.commit("first run")
-    workspace.run("dvc", "push", "-q", "--run-cache")
-    return workspace
+    Parallel workers share it: the first to ask runs it, the others wait.
+    """
+    from tests.workspace import Workspace, copy_repository
+
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    folder = tmp_path_factory.getbasetemp().parent / "smoke" if parallel else tmp_path_factory.mktemp("smoke")
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        log = folder / "first-run.txt"
+        if not log.exists():
+            workspace = copy_repository(folder, "smoke")
+            output = workspace.run("dvc", "repro")
+            workspace.commit("first run")
+            workspace.run("dvc", "push", "-q", "--run-cache")
+            log.write_text(output)
+    return Workspace(folder / "project", folder / "scratch")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that need the smoke pipeline come last, but for the one that begins with it: workers then seldom wait."""
+    waiting = {item.path for item in items if "smoke" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: 0 if item.path.name == "test_pipeline.py" else 1 + (item.path in waiting))

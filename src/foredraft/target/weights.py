@@ -1,9 +1,10 @@
 """Where the target's full weights lie on this machine; they are a cache, never an artefact."""
 
-import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+
+from filelock import FileLock
 
 from foredraft.artifacts import file_digest, fingerprint
 from foredraft.scratch import scratch_root
@@ -56,11 +57,17 @@ def _snapshot(name: str, revision: str) -> Path:
 def _unpacked(target: TargetConfig, fetch: FetchConfig) -> Path:
     key = fingerprint([target.uri, target.sha256, target.dtype, version("transformers"), version("gguf")])
     folder = scratch_root() / "targets" / key[:16]
-    if folder.exists():
-        return folder
-    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    raw = folder.with_name(f"{folder.name}.{os.getpid()}.raw.tmp")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):  # another run on this machine may be converting the same target
+        if not folder.exists():
+            _unpack(target, fetch, folder)
+    return folder
+
+
+def _unpack(target: TargetConfig, fetch: FetchConfig, folder: Path) -> None:
+    building, raw = folder.with_suffix(".tmp"), folder.with_suffix(".raw.tmp")
     try:
+        shutil.rmtree(building, ignore_errors=True)
         files = download(target, fetch, raw)
         checkpoints = [path for path in files if path.suffix == ".gguf"]
         if len(checkpoints) == 1:
@@ -74,7 +81,6 @@ def _unpacked(target: TargetConfig, fetch: FetchConfig) -> Path:
     finally:
         shutil.rmtree(raw, ignore_errors=True)
         shutil.rmtree(building, ignore_errors=True)
-    return folder
 
 
 def _convert_gguf(path: Path, target: TargetConfig, out: Path) -> None:

@@ -11,7 +11,7 @@ from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.conversations.config import CurateConfig
 from foredraft.conversations.curate import curate, open_conversations, split_of
 from foredraft.conversations.files import read_rows
-from foredraft.conversations.readers import UnusableRow, normalise, read_messages, read_traces
+from foredraft.conversations.readers import UnusableRow, normalise, read_auto, read_messages, read_traces
 from foredraft.conversations.schema import conversation_id
 from foredraft.sources.config import FetchConfig, RowShape, SourceConfig
 
@@ -102,6 +102,50 @@ def test_arguments_of_different_types_travel_unchanged(tmp_path: Path) -> None:
 def test_unusable_rows_have_a_named_reason(messages: Any, reason: str) -> None:
     with pytest.raises(UnusableRow, match=reason):
         normalise(messages)
+
+
+USER, ANSWER, SYSTEM = (
+    {"role": role, "content": text} for role, text in {"user": "Hi", "assistant": "Yes", "system": "Be kind"}.items()
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": [USER, ANSWER]}, [USER, ANSWER]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]},
+            [USER],
+        ),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]}, [USER, ANSWER]),
+        ({"conversations": [{"role": "user", "content": "Hi"}], "system": "Be kind"}, [SYSTEM, USER]),
+        ({"instruction": "Hi", "input": "", "output": "Yes"}, [USER, ANSWER]),
+        ({"instruction": "Add", "input": "1, 2"}, [{"role": "user", "content": "Add\n\n1, 2"}]),
+        ({"prompt": "Hi", "response": "Yes", "system": "Be kind"}, [SYSTEM, USER, ANSWER]),
+        ({"prompt": "Hi", "completion": "Yes"}, [USER, ANSWER]),
+        ({"question": "Hi", "answer": "Yes"}, [USER, ANSWER]),
+        ({"prompt": "Hi"}, [USER]),
+    ],
+)
+def test_a_row_is_recognised_by_its_fields(row: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    (draft,) = read_auto(row, MESSAGES)
+    assert draft.messages == messages
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "Hi"}, "unknown_shape"),
+        ({"conversations": "Hi"}, "no_messages"),
+        ({"conversations": [{"from": "robot", "value": "Hi"}]}, "unknown_role"),
+        ({"instruction": 3}, "no_field_instruction"),
+        ({"prompt": ["Hi"]}, "no_question"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content_not_text"),
+    ],
+)
+def test_a_row_of_no_known_shape_has_a_named_reason(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnusableRow, match=reason):
+        list(read_auto(row, MESSAGES))
 
 
 def test_a_question_asked_by_the_system_is_the_users() -> None:

@@ -27,6 +27,9 @@ class Draft:
     group: str = ""
 
 
+Reader = Callable[[dict[str, Any], RowShape], Iterator[Draft]]
+
+
 def read_messages(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     """OpenAI chat rows: ``messages`` (or ``input``), optional ``tools``."""
     messages = row.get("messages", row.get("input"))
@@ -44,6 +47,44 @@ def read_prompt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
         raise UnusableRow(f"no_field_{missing[0]}")
     text = template.format_map({name: row[name] for name in fields})
     yield Draft(normalise([{"role": "user", "content": text}]), group=_group(row, source))
+
+
+def read_sharegpt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
+    """ShareGPT rows: ``conversations`` of ``from`` and ``value``, or of ``role`` and ``content``; optional ``system``."""
+    turns = row.get("conversations", row.get("conversation"))
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise UnusableRow("no_messages")
+    messages = [
+        {"role": SHAREGPT_ROLES.get(role := turn.get("from", turn.get("role")), role), "content": _said(turn)}
+        for turn in turns
+    ]
+    yield Draft(normalise(_with_system(row, messages)), group=_group(row, source))
+
+
+def read_alpaca(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
+    """Alpaca rows: ``instruction``, with ``input`` behind it where there is one, and ``output``; optional ``system``."""
+    if not isinstance(row.get("instruction"), str):
+        raise UnusableRow("no_field_instruction")
+    asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text)
+    yield Draft(normalise(_with_system(row, _exchange(asked, row.get("output")))), group=_group(row, source))
+
+
+def read_pairs(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
+    """A question and its answer under any of their usual names, or a question alone."""
+    question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
+    if question is None:
+        raise UnusableRow("no_question")
+    answer = next((row[name] for name in ANSWERS if row.get(name)), None)
+    yield Draft(normalise(_with_system(row, _exchange(question, answer))), group=_group(row, source))
+
+
+def read_auto(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
+    """Read a row by the reader that its fields name."""
+    for fields, reader in SHAPES:
+        if any(field in row for field in fields):
+            yield from reader(row, source)
+            return
+    raise UnusableRow("unknown_shape")
 
 
 def read_bfcl(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -77,8 +118,23 @@ def read_turns(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     yield Draft(normalise([{"role": "user", "content": turns[0]}]), group=_group(row, source))
 
 
-READERS: dict[str, Callable[[dict[str, Any], RowShape], Iterator[Draft]]] = {
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+QUESTIONS = ("prompt", "question", "query", "problem")
+ANSWERS = ("response", "completion", "answer", "solution")
+SHAPES: tuple[tuple[tuple[str, ...], Reader], ...] = (
+    (("messages",), read_messages),
+    (("conversations", "conversation"), read_sharegpt),
+    (("instruction",), read_alpaca),
+    (QUESTIONS, read_pairs),
+)
+"""Fields that give a row's shape away, and its reader."""
+
+READERS: dict[str, Reader] = {
     "messages": read_messages,
+    "sharegpt": read_sharegpt,
+    "alpaca": read_alpaca,
+    "pairs": read_pairs,
+    "auto": read_auto,
     "prompt": read_prompt,
     "bfcl": read_bfcl,
     "traces": read_traces,
@@ -98,12 +154,34 @@ def normalise(messages: Any) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise UnusableRow("unknown_role")
-        content = message.get("content")
+        content = _text(message.get("content"))
         if not isinstance(content, str | type(None)):
             raise UnusableRow("content_not_text")
         kept = {key: value for key, value in message.items() if value is not None}
         clean.append({**kept, "content": content or ""})
     return _one_system_message(clean)
+
+
+def _text(content: Any) -> Any:
+    """Text of a list of content parts, if all are text; anything else as it is."""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _said(turn: dict[str, Any]) -> Any:
+    return turn.get("value", turn.get("content"))
+
+
+def _exchange(question: str, answer: Any) -> list[dict[str, Any]]:
+    asked = [{"role": "user", "content": question}]
+    return [*asked, {"role": "assistant", "content": answer}] if answer else asked
+
+
+def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": row["system"]}, *messages] if row.get("system") else messages
 
 
 def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

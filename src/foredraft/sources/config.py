@@ -30,9 +30,11 @@ class Origin(Config):
 class RowShape(Origin):
     """How the rows of the files behind a URI are read; see :mod:`foredraft.conversations.readers`."""
 
-    format: Literal["messages", "prompt", "bfcl", "traces", "turns"]
-    """``messages``: OpenAI chat. ``prompt``: a template. ``bfcl``: function calling. ``traces``: recorded agents, a
-    prompt for each assistant turn. ``turns``: the first of a list of user turns."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "pairs", "prompt", "bfcl", "traces", "turns"]
+    """``auto``: by each row's fields. ``messages``: OpenAI chat. ``sharegpt``: ``conversations``. ``alpaca``:
+    ``instruction``, ``input``, ``output``. ``pairs``: a question and its answer. ``prompt``: a template.
+    ``bfcl``: function calling. ``traces``: recorded agents, a prompt for each assistant turn. ``turns``: the first of a list
+    of user turns."""
     licence: str
     """SPDX name, carried into every row and into the model card."""
     rows: str | None = None

@@ -4,6 +4,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
+KEEP ?= train.lr
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/src
 export FOREDRAFT_SCRATCH ?= $(CURDIR)/.scratch
@@ -22,6 +23,7 @@ help:  ## print this list
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$(grep '^torch==' requirements.lock)
+	echo '$(CURDIR)/src' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/foredraft.pth"
 	touch $@
 
 venv: .venv/complete  ## make .venv from requirements.lock
@@ -58,6 +60,9 @@ sources: venv  ## bring dvc.yaml in step after adding a source, or an import
 profile: venv  ## NAME=quickstart|smoke|...: put profiles/NAME.yaml into params.yaml
 	@$(BIN)/python -m foredraft.plan.profile "$(NAME)"
 
+experiments: venv  ## KEEP='train.lr|...': tokens per step of every experiment, beside the params named
+	@$(BIN)/dvc exp show --no-pager --drop '.*' --keep 'Experiment|pooled.tokens_per_step|val.tokens_per_step|$(KEEP)'
+
 accept: venv  ## STAGE=extract: record that an edit does not change a stage's outputs (see CONTRIBUTING)
 	@test -n "$(STAGE)" || { echo "Error: say which stage, as in: make accept STAGE=extract"; exit 1; }
 	$(BIN)/dvc commit --force $(STAGE)
@@ -88,4 +93,4 @@ lock: ## resolve pyproject.toml anew into requirements.lock
 gc-scratch: ## delete unfinished and finished work kept for resuming (not the artefacts)
 	rm -rf "$(FOREDRAFT_SCRATCH)"
 
-.PHONY: help venv repro table test check format sources profile accept push pull peers lock gc-scratch
+.PHONY: help venv repro table test check format sources profile experiments accept push pull peers lock gc-scratch

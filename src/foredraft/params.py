@@ -15,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 class Config(BaseModel):
     """Base of every config model: frozen, strict, and closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from foredraft.artifacts import Manifest, file_digest, fingerprint, publish
+from foredraft.artifacts import Manifest, file_digest, fingerprint, publish, write_atomic
 from foredraft.imports import ROOT, import_closure
 
 
@@ -42,13 +42,17 @@ def work_fingerprint(script: str, params: dict[str, Any], inputs: dict[str, Mani
 
 @dataclass(frozen=True)
 class Scratch:
-    """A locked work folder. What has its final name in it is complete."""
+    """A locked work folder. What has its final name in it is complete, and has its digest beside it.
+
+    Published files are hard links, so one that was overwritten in place is damaged here as well: digests tell.
+    """
 
     path: Path
 
     def has(self, name: str) -> bool:
-        """Whether ``name`` was finished, by this run or an earlier one."""
-        return (self.path / name).exists()
+        """Whether ``name`` was finished, by this run or an earlier one, and is as it was then."""
+        path, digest = self.path / name, self._digest(name)
+        return path.is_file() and digest.is_file() and digest.read_text(encoding="utf-8") == file_digest(path)
 
     def write(self, name: str, writer: Callable[[Path], object]) -> Path:
         """Let ``writer`` write a temporary file, make it durable, and give it its name."""
@@ -57,14 +61,27 @@ class Scratch:
         writer(partial)
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
+        digest = file_digest(partial)
         partial.replace(final)
+        write_atomic(self._digest(name), digest)
         return final
 
     def publish(self, out: Path, manifest: Manifest, names: list[str]) -> None:
-        """Hard-link finished files into ``out`` (a copy only across file systems), sealed with ``manifest``."""
+        """Hard-link finished files into ``out`` (a copy only across file systems), sealed with ``manifest``.
+
+        Raises:
+            ValueError: a file was changed after it was finished.
+        """
+        if changed := [name for name in names if not self.has(name)]:
+            raise ValueError(
+                f"{self.path / changed[0]}: changed after it was finished; run make gc-scratch and try again"
+            )
         with publish(out, manifest) as building:
             for name in names:
                 _link(self.path / name, building / name)
+
+    def _digest(self, name: str) -> Path:
+        return self.path / f"{name}.sha256"
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def test_a_partly_pulled_features_folder_is_refused_by_name(clone: Workspace) ->
     clone.edit("params.yaml", "lr: 1.5e-3", "lr: 1.6e-3")
     output = clone.run("dvc", "repro", "--allow-missing", "--single-item", "train", fails=True)
     assert f"data/features/tools/{shard.name}: file is missing (a partly pulled folder?)" in output
-    assert "dvc pull extract@tools" in output
+    assert "dvc pull --force extract@tools" in output
     assert not (clone.path / "data/drafter").exists(), "DVC removed the old one, and nothing half-made took its place"
     clone.run("dvc", "pull", "-q", "extract@tools")
     assert shard.exists()

@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_scratch_keeps_finished_work_and_drops_unfinished(tmp_path: Path, monkey
         scratch.write("two", half_written)
     with open_scratch("train", "a" * 64) as scratch:
         assert (scratch.has("one"), scratch.has("two")) == (True, False)
-        assert [path.name for path in scratch.path.iterdir()] == ["one"]
+        assert {path.name for path in scratch.path.iterdir()} == {"one", "one.sha256"}
         publish_twice(scratch, tmp_path / "out")
     with open_scratch("train", "b" * 64) as scratch:
         assert not scratch.has("one")
@@ -122,3 +123,19 @@ def publish_twice(scratch: Scratch, out: Path) -> None:
         scratch.publish(out, Manifest("drafter"), ["one"])
         assert (out / "one").read_bytes() == b"1"
         assert scratch.has("one")
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b"2"), lambda path: path.write_bytes(b"")])
+def test_finished_work_that_was_changed_in_place_is_neither_taken_up_nor_published(tmp_path: Path, harm: Any) -> None:
+    """What is published is a hard link: damage to the one is damage to the other."""
+    scratch = Scratch(tmp_path)
+    scratch.write("shard", lambda path: path.write_bytes(b"1"))
+    scratch.publish(tmp_path / "out", Manifest("features"), ["shard"])
+    harm(tmp_path / "out" / "shard")
+    assert not scratch.has("shard")
+    with pytest.raises(ValueError, match="shard: changed after it was finished; run make gc-scratch"):
+        scratch.publish(tmp_path / "again", Manifest("features"), ["shard"])
+    assert not (tmp_path / "again").exists()
+    scratch.write("shard", lambda path: path.write_bytes(b"1"))
+    scratch.publish(tmp_path / "again", Manifest("features"), ["shard"])
+    assert (tmp_path / "again" / "shard").read_bytes() == b"1"

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.sources.config import FetchConfig, Origin
+from foredraft.sources.config import FetchConfig, Origin, SourceConfig
 from foredraft.sources.download import download, expand_braces
+from foredraft.sources.fetch import changed_on_disk, fetch
 from foredraft.sources.uri import Uri, parse_uri
 
 FETCH = FetchConfig(stall_seconds=2, retries=0)
@@ -103,3 +104,14 @@ def test_a_url_is_read_through_fsspec(tmp_path: Path) -> None:
     assert copied.read_text() == "{}\n"
     with pytest.raises(ValueError, match="memory://bucket/none.jsonl: cannot be downloaded"):
         download(Origin(uri="memory://bucket/none.jsonl"), FETCH, tmp_path / "raw")
+
+
+def test_a_local_file_that_changed_after_it_was_fetched_is_seen(tmp_path: Path) -> None:
+    rows, raw = tmp_path / "rows.jsonl", tmp_path / "raw"
+    rows.write_text("{}\n")
+    source = SourceConfig(uri=f"file:{rows}", kind="general", licence="MIT", format="auto")
+    assert not changed_on_disk(source, raw)
+    fetch(source, FETCH, raw)
+    assert not changed_on_disk(source, raw)
+    rows.write_text('{"prompt": "Hi"}\n')
+    assert changed_on_disk(source, raw)

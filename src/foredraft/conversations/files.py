@@ -45,7 +45,10 @@ def read_rows(path: Path, key: str | None = None) -> Iterator[dict[str, Any]]:
 
 
 def _read_json(path: Path, key: str | None) -> Iterator[dict[str, Any]]:
-    text = _decompressed(path).decode("utf-8")
+    try:
+        text = _decompressed(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
     if key is not None or text.lstrip()[:1] == "[":
         rows = _parse_whole(text, path, key)
     else:

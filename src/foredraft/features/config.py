@@ -1,6 +1,6 @@
 """What is read off the target."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,9 +10,9 @@ from foredraft.params import Config
 class ExtractConfig(Config):
     """The ``extract`` section."""
 
-    target_layer_ids: tuple[int, ...] = Field(min_length=1)
+    target_layer_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     """Taps: k is the residual stream after 0-based decoder block k, before any final norm."""
-    top_k: int = Field(gt=0)
+    top_k: int = Field(gt=0, le=1024)
     """How many of the target's own next tokens are stored at each supervised token."""
     batch_tokens: int = Field(gt=0)
     """Tokens a forward pass may hold, padding included."""

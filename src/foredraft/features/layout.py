@@ -106,4 +106,6 @@ def write_features(tensors: dict[str, Tensor], path: Path) -> None:
 
 def open_features(folder: Path, name: str) -> Manifest:
     """Verify the features of source ``name``: presence and size of every shard."""
-    return open_artifact(folder, "features", f"dvc repro extract@{name}, or dvc pull extract@{name}", digests=False)
+    return open_artifact(
+        folder, "features", f"dvc repro extract@{name}, or dvc pull --force extract@{name}", digests=False
+    )

@@ -12,6 +12,7 @@ from foredraft.features.config import ExtractConfig
 from foredraft.params import Config, parse_section, read_params
 from foredraft.responses.config import RespondConfig
 from foredraft.sources.config import FetchConfig, SourceConfig
+from foredraft.sources.fetch import changed_on_disk
 from foredraft.speculation.config import EvaluateConfig
 from foredraft.target.config import TargetConfig
 from foredraft.tokens.config import PrepareConfig
@@ -86,6 +87,24 @@ def _joint_faults(path: Path, content: dict[str, Any]) -> list[str]:
     return faults
 
 
+def check_local_sources(path: Path, data: Path) -> None:
+    """Refuse to go on from a local file that changed after it was fetched.
+
+    Raises:
+        ValueError: names the sources, and what fetches them again.
+    """
+    sources = read_params(path)[SOURCES]
+    changed = [
+        name
+        for name, content in sources.items()
+        if changed_on_disk(parse_section(path, f"{SOURCES}.{name}", content, SourceConfig), data / "raw" / name)
+    ]
+    if changed:
+        uris = ", ".join(sources[name]["uri"] for name in changed)
+        stages = " ".join(f"fetch@{name}" for name in changed)
+        raise ValueError(f"{uris}: changed after it was fetched; run: dvc repro --force --single-item {stages}")
+
+
 def _secret_keys(content: Any, prefix: str = "") -> list[str]:
     if not isinstance(content, dict):
         return []
@@ -97,5 +116,6 @@ if __name__ == "__main__":
     try:
         for name in sys.argv[1:]:
             check_params(Path(name))
+            check_local_sources(Path(name), Path("data"))
     except ValueError as error:
         sys.exit(f"Error: {error}")

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from foredraft.artifacts import Manifest, publish
+from foredraft.artifacts import MANIFEST, Manifest, file_digest, publish
 from foredraft.sources.config import FetchConfig, SourceConfig
 from foredraft.sources.download import download
+from foredraft.sources.uri import parse_uri
 
 
 def fetch(source: SourceConfig, config: FetchConfig, out: Path) -> None:
@@ -16,3 +17,14 @@ def fetch(source: SourceConfig, config: FetchConfig, out: Path) -> None:
     manifest = Manifest("raw", facts={"uri": source.uri, "sha256": source.sha256})
     with publish(out, manifest) as folder:
         download(source, config, folder)
+
+
+def changed_on_disk(source: SourceConfig, raw: Path) -> bool:
+    """Whether a ``file:`` source is no longer what was fetched into ``raw``: DVC sees its params, not the file."""
+    uri = parse_uri(source.uri)
+    if uri.scheme != "file" or not (raw / MANIFEST).is_file():
+        return False
+    fetched = Manifest.from_json((raw / MANIFEST).read_text(encoding="utf-8"))
+    path = Path(uri.name)
+    found = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sorted(map(file_digest, found)) != sorted(record.sha256 for record in fetched.files.values())

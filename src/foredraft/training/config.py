@@ -1,6 +1,6 @@
 """The ``train`` section."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ class TrainConfig(Config):
     """Share of the steps."""
     weight_decay: float = Field(ge=0)
     """On matrices; norms have none."""
-    betas: tuple[float, float]
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
     clip: float = Field(gt=0)
     """Largest norm of the gradient."""
     epochs: int = Field(gt=0)

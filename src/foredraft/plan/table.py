@@ -58,7 +58,7 @@ def main(evaluate: Path, train: Path) -> None:
     )
     console.print(
         "next: data/export/ holds the drafter for vLLM, SGLang, z-lab and Transformers; "
-        "dvc metrics show, dvc plots show; dvc exp run -S train.lr=1e-3, dvc exp show"
+        "metrics/, dvc plots show; dvc exp run --temp -S train.lr=1e-3, make experiments"
     )
 
 

@@ -5,6 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 KEEP ?= train.lr
+# So that `python -m foredraft...` works in the activated environment as well.
+ADD_SOURCE = echo '$(CURDIR)/src' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/foredraft.pth"
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/src
 export FOREDRAFT_SCRATCH ?= $(CURDIR)/.scratch
@@ -23,7 +25,7 @@ help:  ## print this list
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$(grep '^torch==' requirements.lock)
-	echo '$(CURDIR)/src' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/foredraft.pth"
+	$(ADD_SOURCE)
 	touch $@
 
 venv: .venv/complete  ## make .venv from requirements.lock
@@ -83,11 +85,12 @@ peers: .peers/zlab/complete  ## make the environments of other people's loaders,
 		> "$$(.peers/zlab/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_torch.pth"
 	touch $@
 
-lock: ## resolve pyproject.toml anew into requirements.lock
+lock:  ## resolve pyproject.toml anew into requirements.lock
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m foredraft.plan.lock requirements | $(BIN)/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin
 	$(BIN)/python -m foredraft.plan.lock freeze
+	$(ADD_SOURCE)
 	touch .venv/complete
 
 gc-scratch: ## delete unfinished and finished work kept for resuming (not the artefacts)

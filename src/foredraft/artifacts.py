@@ -117,19 +117,22 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def publish(out: Path, manifest: Manifest) -> Iterator[Path]:
+def publish(out: Path, manifest: Manifest, digests: dict[str, str] | None = None) -> Iterator[Path]:
     """Yield an empty folder; on a clean exit seal it with ``manifest`` and rename it to ``out``.
 
-    ``manifest.files`` is filled here. After an exception nothing of the folder remains, and ``out`` is as it was.
+    ``manifest.files`` is filled here; files whose SHA-256 stands in ``digests`` are not read for it. After an exception
+    nothing of the folder remains, and ``out`` is as it was.
     """
     building = out.with_name(f".{out.name}.new")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
         yield building
+        known = {building / name: digest for name, digest in (digests or {}).items()}
         paths = sorted(path for path in building.rglob("*") if path.is_file())
         manifest.files = {
-            str(path.relative_to(building)): FileRecord(path.stat().st_size, file_digest(path)) for path in paths
+            str(path.relative_to(building)): FileRecord(path.stat().st_size, known.get(path) or file_digest(path))
+            for path in paths
         }
         write_atomic(building / MANIFEST, manifest.to_json())
     except BaseException:

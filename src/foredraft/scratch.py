@@ -76,7 +76,8 @@ class Scratch:
             raise ValueError(
                 f"{self.path / changed[0]}: changed after it was finished; run make gc-scratch and try again"
             )
-        with publish(out, manifest) as building:
+        digests = {name: self._digest(name).read_text(encoding="utf-8") for name in names}
+        with publish(out, manifest, digests) as building:
             for name in names:
                 _link(self.path / name, building / name)
 

@@ -62,6 +62,10 @@ sources: venv  ## bring dvc.yaml in step after adding a source, or an import
 profile: venv  ## NAME=quickstart|smoke|...: put profiles/NAME.yaml into params.yaml
 	@$(BIN)/python -m foredraft.plan.profile "$(NAME)"
 
+SAMPLES ?= 3
+inspect: venv  ## SOURCE=code [SAMPLES=3]: rows, reasons, lengths, and samples with their loss mask in colour
+	@$(BIN)/python -m foredraft.plan.inspect "$(SOURCE)" "$(SAMPLES)"
+
 experiments: venv  ## KEEP='train.lr|...': tokens per step of every experiment, beside the params named
 	@$(BIN)/dvc exp show --no-pager --drop '.*' --keep 'Experiment|pooled.tokens_per_step|val.tokens_per_step|$(KEEP)'
 
@@ -75,7 +79,7 @@ push: venv  ## send artefacts and the run cache to the DVC remote
 pull: venv  ## fetch what the next run needs, and run what is out of date
 	$(BIN)/dvc repro --pull --allow-missing
 
-peers: .peers/zlab/complete  ## make the environments of other people's loaders, for the oracle tests
+peers: .peers/zlab/complete .peers/specforge/complete  ## make the environments of other people's code, for the oracle tests and bench-data
 
 .peers/zlab/complete: requirements-peers-zlab.lock .venv/complete
 	rm -rf .peers/zlab
@@ -84,6 +88,17 @@ peers: .peers/zlab/complete  ## make the environments of other people's loaders,
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.peers/zlab/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_torch.pth"
 	touch $@
+
+.peers/specforge/complete: requirements-peers-specforge.lock .venv/complete
+	rm -rf .peers/specforge
+	$(PYTHON) -m venv .peers/specforge
+	.peers/specforge/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers-specforge.lock
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.peers/specforge/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_torch.pth"
+	touch $@
+
+bench-data: .peers/specforge/complete  ## rows/s, tokens/s and memory of curate and prepare beside SpecForge's
+	$(BIN)/python -m bench.data
 
 lock:  ## resolve pyproject.toml anew into requirements.lock
 	rm -rf .venv
@@ -96,4 +111,4 @@ lock:  ## resolve pyproject.toml anew into requirements.lock
 gc-scratch: ## delete unfinished and finished work kept for resuming (not the artefacts)
 	rm -rf "$(FOREDRAFT_SCRATCH)"
 
-.PHONY: help venv repro table test check format sources profile experiments accept push pull peers lock gc-scratch
+.PHONY: help venv repro table test check format sources profile inspect experiments accept push pull peers bench-data lock gc-scratch

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from foredraft.artifacts import write_json
 from foredraft.command import folder_option, stage_command
 from foredraft.features.config import ExtractConfig
 from foredraft.features.engine import extract
@@ -17,11 +18,13 @@ from foredraft.target.config import TargetConfig
 @folder_option("--tokens", "Artefact of prepare.")
 @folder_option("--target", "Artefact of target.")
 @folder_option("--out", "Artefact to write.")
-def main(params: Path, source: str, tokens: Path, target: Path, out: Path) -> None:
+@folder_option("--metrics", "Row account to write.")
+def main(params: Path, source: str, tokens: Path, target: Path, out: Path, metrics: Path) -> None:
     """Read the tokens of SOURCE with the target; keep tapped states and top-k."""
     config = load_section(params, "extract", ExtractConfig)
     model = load_section(params, "target", TargetConfig)
-    extract(source, config, model, load_section(params, "fetch", FetchConfig), tokens, target, out)
+    fetch = load_section(params, "fetch", FetchConfig)
+    write_json(metrics, extract(source, config, model, fetch, tokens, target, out))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from foredraft.artifacts import write_json
 from foredraft.command import folder_option, stage_command
 from foredraft.params import load_section
 from foredraft.tokens.config import PrepareConfig
@@ -15,9 +16,11 @@ from foredraft.tokens.prepare import prepare
 @folder_option("--responses", "Artefact of respond.")
 @folder_option("--target", "Artefact of target.")
 @folder_option("--out", "Artefact to write.")
-def main(params: Path, source: str, responses: Path, target: Path, out: Path) -> None:
+@folder_option("--metrics", "Row account to write.")
+def main(params: Path, source: str, responses: Path, target: Path, out: Path, metrics: Path) -> None:
     """Lay out the token ids and loss mask of SOURCE in shards."""
-    prepare(source, load_section(params, "prepare", PrepareConfig), responses, target, out)
+    config = load_section(params, "prepare", PrepareConfig)
+    write_json(metrics, prepare(source, config, responses, target, out))
 
 
 if __name__ == "__main__":

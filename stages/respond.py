@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from foredraft.artifacts import write_json
 from foredraft.command import folder_option, stage_command
 from foredraft.params import load_section
 from foredraft.responses.config import RespondConfig
@@ -17,11 +18,13 @@ from foredraft.target.config import TargetConfig
 @folder_option("--conversations", "Artefact of curate.")
 @folder_option("--target", "Artefact of target.")
 @folder_option("--out", "Artefact to write.")
-def main(params: Path, source: str, conversations: Path, target: Path, out: Path) -> None:
+@folder_option("--metrics", "Row account to write.")
+def main(params: Path, source: str, conversations: Path, target: Path, out: Path, metrics: Path) -> None:
     """Let the target answer the prompts of SOURCE."""
     config = load_section(params, "respond", RespondConfig)
     model = load_section(params, "target", TargetConfig)
-    respond(source, config, model, load_section(params, "fetch", FetchConfig), conversations, target, out)
+    fetch = load_section(params, "fetch", FetchConfig)
+    write_json(metrics, respond(source, config, model, fetch, conversations, target, out))
 
 
 if __name__ == "__main__":

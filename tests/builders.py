@@ -13,7 +13,9 @@ from foredraft.target.interface import Interface
 from foredraft.tokens.shards import TokenShard, pack
 from tests.conftest import HIDDEN, TAPS, VOCABULARY, tiny_llama
 
-EXTRACT = ExtractConfig(target_layer_ids=TAPS, top_k=4, batch_tokens=64, storage="bfloat16", truth_check_documents=2)
+EXTRACT = ExtractConfig(
+    target_layer_ids=TAPS, top_k=4, batch_tokens=64, shard_tokens=200, storage="bfloat16", truth_check_documents=2
+)
 
 
 def some_documents(count: int, seed: int, low: int = 10, high: int = 30) -> TokenShard:
@@ -30,7 +32,9 @@ def some_documents(count: int, seed: int, low: int = 10, high: int = 30) -> Toke
 def make_features(folder: Path, target: FrozenTarget, documents: int = 12) -> Path:
     """A features artefact with two train shards and one validation shard."""
     files = {"train-00000": (documents, 1), "train-00001": (documents, 2), "validation-00000": (4, 3)}
-    with publish(folder, Manifest("features", contract={"target_layer_ids": list(TAPS)})) as building:
+    with publish(
+        folder, Manifest("features", contract={"target_layer_ids": list(TAPS), "response_origin": "keep"})
+    ) as building:
         for name, (count, seed) in files.items():
             shard = read_features(target, some_documents(count, seed), EXTRACT)
             write_features(shard, building / f"{name}.safetensors")

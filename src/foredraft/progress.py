@@ -17,15 +17,24 @@ class Progress:
     """A bar on standard error, and ``<scratch>/heartbeat/<name>.json`` at most once a second.
 
     Use as a context manager; a stage that died leaves a heartbeat whose ``state`` is still ``running`` and whose
-    ``moved`` no longer advances.
+    ``moved`` no longer advances. Bytes (``unit`` is ``B``) are shown scaled; ``total`` is None while it is not known.
     """
 
-    def __init__(self, name: str, total: int, unit: str, done: int = 0):
+    def __init__(self, name: str, total: int | None, unit: str, done: int = 0):
         self.name, self.total, self.unit = name, total, unit
         self._path = scratch_root() / "heartbeat" / f"{name}.json"
         self._done = done
         self._beaten = 0.0
-        self._bar = tqdm(total=total, initial=done, unit=f" {unit}", desc=name, mininterval=1.0, dynamic_ncols=True)
+        bytes_come = unit == "B"
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit=unit if bytes_come else f" {unit}",
+            unit_scale=bytes_come,
+            desc=name,
+            mininterval=1.0,
+            dynamic_ncols=True,
+        )
 
     def advance(self, amount: int, note: str = "") -> None:
         """Count ``amount`` more units; ``note`` is shown behind the bar."""
@@ -35,6 +44,13 @@ class Progress:
         self._bar.update(amount)
         if time.monotonic() - self._beaten >= BEAT_SECONDS:
             self._beat("running")
+
+    def reach(self, done: int, total: int | None = None) -> None:
+        """Count ``done`` units in all, of ``total`` if that is known by now; back to fewer where work begins again."""
+        if total is not None:
+            self.total = self._bar.total = total
+        self._bar.initial = min(self._bar.initial, done)  # or the rate would be of less than nothing
+        self.advance(done - self._done)
 
     def _beat(self, state: str) -> None:
         self._beaten = time.monotonic()

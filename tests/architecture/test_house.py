@@ -20,7 +20,7 @@ LIGHT_STAGES = ["fetch", "benchmarks", "curate"]
 MODULES = sorted(path for path in (ROOT / "src").rglob("*.py"))
 # From the ground up: a folder imports from those before it, and from itself.
 LAYERS = [
-    "imports params",
+    "imports params accounts workers",
     "artifacts",
     "scratch provenance",
     "command progress",

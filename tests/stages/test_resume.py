@@ -46,6 +46,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_extraction_loses_at_most_the_shard_in_flight(smoke: Workspace, fresh_scratch: Path, tmp_path: Path) -> None:
     out = tmp_path / "features"
     arguments = ["stages.extract", "code", "--tokens", "data/tokens/code", "--target", "data/target", "--out", str(out)]
+    arguments += ["--metrics", str(tmp_path / "extract.json")]
     kill_when(smoke, arguments, fresh_scratch, "extract-code/*/train-*.safetensors")
     assert not out.exists()
     (finished,) = fresh_scratch.glob("extract-code/*/train-00000.safetensors")
@@ -69,7 +70,8 @@ def test_training_ends_in_the_same_weights(smoke: Workspace, fresh_scratch: Path
 
 
 def test_a_second_writer_is_refused(smoke: Workspace, fresh_scratch: Path, tmp_path: Path) -> None:
-    extract = ["stages.extract", "code", "--tokens", "data/tokens/code", "--target", "data/target", "--out"]
+    metrics = ["--metrics", str(tmp_path / "extract.json")]
+    extract = ["stages.extract", "code", "--tokens", "data/tokens/code", "--target", "data/target", *metrics, "--out"]
     kill_when(smoke, [*extract, str(tmp_path / "b")], fresh_scratch, "extract-code/*.lock")
     (lock,) = fresh_scratch.glob("extract-code/*.lock")
     with FileLock(lock):

@@ -8,7 +8,7 @@ from foredraft.speculation.chain import decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
 from foredraft.speculation.session import ReplaySession, Slots, SlotSession, open_session
 from foredraft.target.frozen import FrozenTarget
-from foredraft.target.greedy import greedy_answers
+from foredraft.target.generate import greedy_answers
 from tests.conftest import TAPS, VOCABULARY, tiny_drafter, tiny_hybrid, tiny_llama
 
 

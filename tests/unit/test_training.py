@@ -13,7 +13,7 @@ from foredraft.speculation.chain import decode
 from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import open_session
 from foredraft.target.frozen import FrozenTarget
-from foredraft.target.greedy import greedy_answers
+from foredraft.target.generate import greedy_answers
 from foredraft.target.interface import Interface
 from foredraft.training.batches import FeatureData
 from foredraft.training.checkpoint import Progressed, checkpoints

@@ -3,18 +3,19 @@
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from foredraft.artifacts import Manifest, open_artifact, publish
 from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.conversations.files import data_files, read_rows
 from foredraft.conversations.readers import READERS, UnusableRow
-from foredraft.conversations.schema import Conversation, conversation_id, read_conversations, write_conversations
+from foredraft.conversations.schema import Conversation, conversation_id, read_conversations, to_record, write_records
 from foredraft.sources.config import FetchConfig, RowShape
 from foredraft.sources.download import download
 
 
-def build_benchmarks(config: BenchmarksConfig, fetch: FetchConfig, out: Path) -> None:
-    """Fetch every benchmark of the params and write its prompts, ordered by hash.
+def build_benchmarks(config: BenchmarksConfig, fetch: FetchConfig, out: Path) -> dict[str, Any]:
+    """Fetch every benchmark of the params and write its prompts, ordered by hash; returns their accounts by name.
 
     Raises:
         ValueError: a benchmark yields no prompt.
@@ -27,24 +28,25 @@ def build_benchmarks(config: BenchmarksConfig, fetch: FetchConfig, out: Path) ->
                 rows, skipped = _prompts(name, benchmark, Path(raw), config.max_prompt_chars)
             if not rows:
                 raise ValueError(f"benchmarks.sets.{name}: no usable prompt; skipped {dict(skipped)}")
-            write_conversations(rows, folder / f"{name}.parquet")
+            write_records([to_record(row) for row in rows], folder / f"{name}.parquet")
             manifest.counts[name] = {
                 "rows_in": len(rows) + skipped.total(),
                 "rows_out": len(rows),
                 "skipped": dict(sorted(skipped.items())),
             }
+    return manifest.counts
 
 
 def read_benchmarks(folder: Path) -> tuple[Manifest, dict[str, list[Conversation]]]:
     """Verify and read the artefact: prompts by benchmark, in the order to take them."""
     manifest = open_artifact(folder, "benchmarks", "dvc repro benchmarks")
-    return manifest, {name: read_conversations(folder / f"{name}.parquet") for name in manifest.counts}
+    return manifest, {name: list(read_conversations(folder / f"{name}.parquet")) for name in manifest.counts}
 
 
 def _prompts(name: str, benchmark: RowShape, raw: Path, max_chars: int) -> tuple[list[Conversation], Counter[str]]:
     skipped: Counter[str] = Counter()
     rows: dict[str, Conversation] = {}
-    for number, row in enumerate(row for path in data_files(raw) for row in read_rows(path)):
+    for row in (row for path in data_files(raw) for row in read_rows(path, benchmark.rows)):
         try:
             (draft,) = READERS[benchmark.format](row, benchmark)
         except UnusableRow as reason:
@@ -65,6 +67,5 @@ def _prompts(name: str, benchmark: RowShape, raw: Path, max_chars: int) -> tuple
                 licence=benchmark.licence,
                 split="test",
                 group=identity,
-                row=number,
             )
     return [rows[identity] for identity in sorted(rows)], skipped

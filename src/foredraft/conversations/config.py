@@ -5,6 +5,7 @@ import re
 from pydantic import Field, field_validator
 
 from foredraft.params import Config
+from foredraft.sources.config import Kind
 
 
 class CurateConfig(Config):
@@ -14,10 +15,17 @@ class CurateConfig(Config):
     """Shorter prompts (all turns together) are dropped as ``too_short``."""
     max_prompt_chars: int = Field(gt=0)
     """Longer ones as ``too_long``; tool schemas count."""
+    languages: list[str] | None
+    """ISO 639-1 codes: what the user says in another language is dropped as ``other_language``. Null: any."""
     drop_matching: dict[str, str]
     """Reason -> regular expression: a conversation in which it matches is dropped under that reason."""
+    near_duplicate: float | None = Field(gt=0, le=1)
+    """Of conversations whose runs of five words overlap (Jaccard) by this much or more, one stays. Null: only exact
+    duplicates go."""
     contamination_words: int = Field(gt=1)
     """A conversation that shares this many words in a row with a benchmark prompt is dropped as ``contaminated``."""
+    weights: dict[Kind, float]
+    """Kind -> share of its rows that is kept, by hash, so that raising it only adds; 1 where nothing is said."""
     validation_share: float = Field(gt=0, lt=1)
     """Share of groups held out for validation, by hash."""
     max_skip_ratio: float = Field(gt=0, le=1)
@@ -32,3 +40,18 @@ class CurateConfig(Config):
             except re.error as error:
                 raise ValueError(f"{reason}: not a regular expression ({error})") from error
         return patterns
+
+    @field_validator("weights")
+    @classmethod
+    def _check_weights(cls, weights: dict[Kind, float]) -> dict[Kind, float]:
+        for kind, weight in weights.items():
+            if not 0 < weight <= 1:
+                raise ValueError(f"{kind} = {weight}: expected a share above 0 and up to 1")
+        return weights
+
+    @field_validator("languages")
+    @classmethod
+    def _check_languages(cls, languages: list[str] | None) -> list[str] | None:
+        if languages is not None and not all(re.fullmatch("[a-z]{2}", code) for code in languages):
+            raise ValueError(f"{languages}: expected ISO 639-1 codes such as en")
+        return languages

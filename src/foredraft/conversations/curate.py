@@ -1,23 +1,49 @@
-"""The ``curate`` stage: raw rows -> canonical conversations, filtered, capped and split."""
+"""The ``curate`` stage: raw rows -> canonical conversations, filtered, capped and split.
+
+Rows are read and filtered by any number of processes, which spill what they keep into buckets by id; duplicates and
+limits are decided on ids and signatures alone; then each bucket is sorted and written. So memory hardly grows with the
+number of rows, and the output depends on the set of rows: not on files' order, and not on the number of processes.
+"""
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from foredraft.accounts import Account
 from foredraft.artifacts import Manifest, open_artifact, publish
 from foredraft.conversations.config import CurateConfig
-from foredraft.conversations.files import data_files, read_rows
+from foredraft.conversations.duplicates import Signatures, SignatureStore, runs_of, signatures_of
+from foredraft.conversations.files import BrokenRow, Chunk, data_files, read_chunks
 from foredraft.conversations.filters import Filters, prompt_text
 from foredraft.conversations.readers import READERS, Draft, UnusableRow
-from foredraft.conversations.schema import Conversation, conversation_id, read_conversations, write_conversations
+from foredraft.conversations.schema import (
+    Conversation,
+    conversation_id,
+    read_conversations,
+    to_record,
+    write_records,
+)
 from foredraft.sources.config import SourceConfig
+from foredraft.workers import map_in_order
 
-CONVERSATIONS = "conversations.parquet"
+BUCKET_BYTES = 32 << 20
+"""Raw bytes for each bucket, and so for each file of the artefact: what one process holds at a time."""
 
 
-def curate(name: str, source: SourceConfig, config: CurateConfig, raw: Path, benchmarks: Path, out: Path) -> None:
-    """Write the conversations of source ``name`` as the artefact ``out``.
+def curate(
+    name: str, source: SourceConfig, config: CurateConfig, raw: Path, benchmarks: Path, out: Path
+) -> dict[str, Any]:
+    """Write the conversations of source ``name`` as the artefact ``out``; returns its row account.
 
     Every conversation read is kept or counted under a reason: ``rows_in = rows_out + sum(skipped)``. A raw row that
     yields several conversations (a trace) counts as that many.
@@ -28,54 +54,29 @@ def curate(name: str, source: SourceConfig, config: CurateConfig, raw: Path, ben
     """
     open_artifact(raw, "raw", f"dvc repro fetch@{name}")
     open_artifact(benchmarks, "benchmarks", "dvc repro benchmarks")
-    held_out = [
-        prompt_text(row.messages, [])
-        for path in sorted(benchmarks.glob("*.parquet"))
-        for row in read_conversations(path)
-    ]
-    filters = Filters(config, held_out)
-    skipped: Counter[str] = Counter()
-    first: dict[str, int] = {}
-    kept: list[Conversation] = []
-    unusable = 0
-    for row, draft in _drafts(raw, source):
-        if isinstance(draft, UnusableRow):
-            reason: str | None = str(draft)
-            unusable += 1
-        else:
-            conversation = _conversation(draft, row, name, source, config)
-            reason = filters.reason_to_drop(draft, conversation.id)
-        if reason is None:
-            kept.append(conversation)
-        else:
-            skipped[reason] += 1
-            first.setdefault(reason, row)
-
-    rows_in = len(kept) + skipped.total()
-    if rows_in == 0:
-        raise ValueError(f"sources.{name}: no row in {raw} (data files: {len(data_files(raw))})")
-    account = ", ".join(f"{count} {reason} (first: row {first[reason]})" for reason, count in skipped.most_common())
-    if not kept or unusable > config.max_skip_ratio * rows_in:
-        problem = "no usable row" if not kept else f"more than curate.max_skip_ratio = {config.max_skip_ratio} unusable"
-        raise ValueError(f"sources.{name}: {problem} of {rows_in}: {account}")
-
-    kept.sort(key=lambda conversation: conversation.id)
-    chosen = kept[: source.limit]
-    if len(chosen) < len(kept):
-        skipped["over_limit"] = len(kept) - len(chosen)
-    manifest = Manifest(
-        "conversations",
-        counts={"rows_in": rows_in, "rows_out": len(chosen), "skipped": dict(sorted(skipped.items()))},
-        facts={"source": name, "kind": source.kind, "licence": source.licence},
-    )
-    with publish(out, manifest) as folder:
-        write_conversations(chosen, folder / CONVERSATIONS)
-
-
-def open_conversations(folder: Path, name: str) -> tuple[Manifest, list[Conversation]]:
-    """Verify and read the conversations of source ``name``."""
-    manifest = open_artifact(folder, "conversations", f"dvc repro curate@{name}")
-    return manifest, read_conversations(folder / CONVERSATIONS)
+    files = data_files(raw)
+    buckets = max(1, -(-sum(path.stat().st_size for path in files) // BUCKET_BYTES))
+    account = Account(f"sources.{name}")
+    with _spilling(out) as spill:
+        index = Index(spill / "index", with_signatures=config.near_duplicate is not None)
+        make = partial(RowReader, name, source, config, benchmarks, spill, buckets)
+        for found in map_in_order(make, (chunk for path in files for chunk in read_chunks(path, source.rows))):
+            account.add(found.account)
+            index.add(found)
+        index.close()
+        if account.rows_in == 0:
+            raise ValueError(f"sources.{name}: no row in {raw} (data files: {len(files)})")
+        account.refuse_unusable(config.max_skip_ratio, "curate.max_skip_ratio")
+        account.check(account.kept)
+        chosen = index.choose(source, config, account)
+        account.check(len(chosen))
+        facts = {"source": name, "kind": source.kind, "licence": source.licence, "answers": source.answers}
+        manifest = Manifest("conversations", counts=account.counts(), facts=facts)
+        with publish(out, manifest) as folder:
+            kept = [(bucket, spill, folder, ids) for bucket, ids in enumerate(_by_bucket(chosen, buckets)) if ids]
+            written = sum(map_in_order(bucket_writer, kept))
+            assert written == len(chosen), f"{written} rows written, {len(chosen)} chosen"
+    return account.counts()
 
 
 def split_of(group: str, validation_share: float) -> str:
@@ -84,27 +85,191 @@ def split_of(group: str, validation_share: float) -> str:
     return "validation" if position < validation_share else "train"
 
 
-def _drafts(raw: Path, source: SourceConfig) -> Iterator[tuple[int, Draft | UnusableRow]]:
-    rows = (row for path in data_files(raw) for row in read_rows(path, source.rows))
-    for number, row in enumerate(rows):
-        try:
-            for draft in READERS[source.format](row, source):
-                yield number, draft
-        except UnusableRow as reason:
-            yield number, reason
+def to_answer(draft: Draft) -> list[dict[str, Any]]:
+    """What is asked, where the target will answer: nothing of an answer that is to be replaced.
+
+    Recorded turns (tool calls and what came of them, a trace) stay, up to the last that is not the assistant's.
+    """
+    messages = draft.messages
+    if draft.recorded or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages):
+        last = max((i for i, turn in enumerate(messages) if turn["role"] != "assistant"), default=-1)
+        return messages[: last + 1]
+    return [turn for turn in messages if turn["role"] != "assistant"]
 
 
-def _conversation(draft: Draft, row: int, name: str, source: SourceConfig, config: CurateConfig) -> Conversation:
-    identity = conversation_id(draft.messages, draft.tools)
-    group = draft.group or identity
-    return Conversation(
-        id=identity,
-        messages=draft.messages,
-        tools=draft.tools,
-        kind=source.kind,
-        origin=name,
-        licence=source.licence,
-        split=split_of(group, config.validation_share),
-        group=group,
-        row=row,
-    )
+@dataclass
+class Found:
+    """What a chunk of raw rows came to: its account, and ids and signatures of the rows spilled."""
+
+    account: Account
+    ids: list[str] = field(default_factory=list)
+    signatures: Signatures | None = None
+
+
+class RowReader:
+    """Turns a chunk of raw rows into spilled records; one in each process."""
+
+    def __init__(
+        self, name: str, source: SourceConfig, config: CurateConfig, benchmarks: Path, spill: Path, buckets: int
+    ):
+        self._name, self._source, self._config = name, source, config
+        self._spill, self._buckets = spill, buckets
+        held_out = [
+            prompt_text(row.messages, [])
+            for path in sorted(benchmarks.glob("*.parquet"))
+            for row in read_conversations(path)
+        ]
+        self._filters = Filters(config, held_out)
+
+    def __call__(self, chunk: Chunk) -> Found:
+        """Read, filter and spill the rows of ``chunk``."""
+        found = Found(Account(f"sources.{self._name}"))
+        lines: dict[int, list[bytes]] = {}
+        runs: list[NDArray[np.uint64]] = []
+        for place, draft in self._drafts(chunk):
+            if isinstance(draft, UnusableRow | BrokenRow):
+                found.account.skip(str(draft), place, unusable=True)
+            elif reason := self._filters.reason_to_drop(draft):
+                found.account.skip(reason, place)
+            else:
+                found.account.keep()
+                record = to_record(self._conversation(draft))
+                found.ids.append(record["id"])
+                if self._config.near_duplicate is not None:
+                    runs.append(self._runs(draft))
+                lines.setdefault(bucket_of(record["id"], self._buckets), []).append(orjson.dumps(record))
+        for bucket, part in lines.items():
+            with (self._spill / f"{bucket:05d}.{os.getpid()}").open("ab") as stream:
+                stream.writelines(line + b"\n" for line in part)
+        found.signatures = signatures_of(runs) if runs else None
+        return found
+
+    def _drafts(self, chunk: Chunk) -> Iterator[tuple[str, Draft | UnusableRow | BrokenRow]]:
+        for place, row in chunk.rows():
+            if isinstance(row, BrokenRow):
+                yield place, row
+                continue
+            try:
+                for draft in READERS[self._source.format](row, self._source):
+                    yield place, draft
+            except UnusableRow as reason:
+                yield place, reason
+
+    def _conversation(self, draft: Draft) -> Conversation:
+        messages = to_answer(draft) if self._source.answers == "generate" else draft.messages
+        identity = conversation_id(messages, draft.tools, draft.ids)
+        group = draft.group or identity
+        return Conversation(
+            id=identity,
+            messages=messages,
+            tools=draft.tools,
+            kind=self._source.kind,
+            origin=self._name,
+            licence=self._source.licence,
+            split=split_of(group, self._config.validation_share),
+            group=group,
+            input_ids=draft.ids,
+            loss_mask=draft.mask,
+        )
+
+    def _runs(self, draft: Draft) -> NDArray[np.uint64]:
+        """Of what users and tools say, and of answers that are kept: a system prompt may be long and the same for all."""
+        if draft.ids is not None:
+            return runs_of([str(token) for token in draft.ids])
+        passed_over = {"system"} if self._source.answers == "keep" else {"system", "assistant"}
+        said = [
+            word
+            for turn, words in zip(draft.messages, draft.words, strict=True)
+            if turn["role"] not in passed_over
+            for word in words
+        ]
+        tools = orjson.dumps(draft.tools, option=orjson.OPT_SORT_KEYS).hex() if draft.tools else ""
+        return runs_of(said, apart=tools)
+
+
+class Index:
+    """Ids (in memory, 24 bytes each) and signatures (on disk) of all rows that passed the filters."""
+
+    def __init__(self, folder: Path, with_signatures: bool):
+        self._ids: list[Any] = []
+        self._store = SignatureStore(folder) if with_signatures else None
+
+    def add(self, found: Found) -> None:
+        """Take in the rows of a chunk."""
+        if found.ids:
+            self._ids.append(np.array(found.ids, dtype="S24"))
+            if self._store and found.signatures is not None:
+                self._store.add(found.signatures)
+
+    def close(self) -> None:
+        """Finish writing."""
+        if self._store:
+            self._store.close()
+
+    def choose(self, source: SourceConfig, config: CurateConfig, account: Account) -> list[str]:
+        """Ids of the rows to keep, ascending; the others are moved to their reasons in ``account``."""
+        ids = np.concatenate(self._ids)
+        order = np.argsort(ids, kind="stable")
+        repeated = np.zeros(len(ids), dtype=np.bool_)
+        repeated[order[1:]] = ids[order[1:]] == ids[order[:-1]]
+        account.drop("duplicate", int(repeated.sum()))
+        alike = np.zeros_like(repeated)
+        if self._store and config.near_duplicate is not None:
+            alike = self._store.near_duplicates(order, config.near_duplicate) & ~repeated
+            account.drop("near_duplicate", int(alike.sum()))
+        kept = [identity.decode() for identity in ids[order[~(repeated | alike)[order]]]]
+        weight = config.weights.get(source.kind, 1.0)
+        chosen = [identity for identity in kept if share_position(identity) < weight]
+        account.drop("over_weight", len(kept) - len(chosen))
+        limited = chosen[: source.limit]
+        account.drop("over_limit", len(chosen) - len(limited))
+        return limited
+
+
+def bucket_of(identity: str, buckets: int) -> int:
+    """Which of ``buckets`` an id falls into; buckets are in the order of their ids."""
+    return int(identity[:8], 16) * buckets >> 32
+
+
+def share_position(identity: str) -> float:
+    """Where an id lies between 0 and 1, by other bits than those that order ids."""
+    return int(identity[12:], 16) / 16 ** len(identity[12:])
+
+
+def bucket_writer() -> Callable[[tuple[int, Path, Path, list[str]]], int]:
+    """What a process needs to write buckets: nothing that would have to be built."""
+    return write_bucket
+
+
+def write_bucket(task: tuple[int, Path, Path, list[str]]) -> int:
+    """Write the chosen rows of a bucket by id; of equal conversations the one with the first group stays."""
+    bucket, spill, folder, ids = task
+    chosen = set(ids)
+    rows: dict[str, dict[str, Any]] = {}
+    for path in spill.glob(f"{bucket:05d}.*"):
+        with path.open("rb") as stream:
+            for record in map(orjson.loads, stream):
+                known = rows.get(record["id"])
+                if record["id"] in chosen and (known is None or record["group"] < known["group"]):
+                    rows[record["id"]] = record
+    write_records([rows[identity] for identity in ids], folder / f"conversations-{bucket:05d}.parquet")
+    return len(rows)
+
+
+def _by_bucket(ids: list[str], buckets: int) -> list[list[str]]:
+    parts: list[list[str]] = [[] for _ in range(buckets)]
+    for identity in ids:
+        parts[bucket_of(identity, buckets)].append(identity)
+    return parts
+
+
+@contextmanager
+def _spilling(out: Path) -> Iterator[Path]:
+    """A folder beside ``out``, so on the same disk, for what is between reading and writing."""
+    spill = out.with_name(f".{out.name}.spill")
+    shutil.rmtree(spill, ignore_errors=True)
+    spill.mkdir(parents=True)
+    try:
+        yield spill
+    finally:
+        shutil.rmtree(spill, ignore_errors=True)

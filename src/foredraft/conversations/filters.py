@@ -1,4 +1,4 @@
-"""Named reasons for leaving a conversation out."""
+"""Named reasons for leaving a conversation out, each seen from the conversation alone."""
 
 import json
 import re
@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from foredraft.conversations.config import CurateConfig
-from foredraft.conversations.readers import Draft
+from foredraft.conversations.readers import Draft, words_of
 
-WORD = re.compile(r"\w+")
+LANGUAGE_CHARS = 2000
+"""A language shows in this much text; the whole would only cost time."""
 
 
 def prompt_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
@@ -17,23 +18,50 @@ def prompt_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> 
     return "\n".join([*parts, *(json.dumps(tool, sort_keys=True) for tool in tools)])
 
 
-def ngrams(text: str, n: int) -> set[str]:
-    """Runs of ``n`` lower-case words; of a shorter text, the whole of it."""
-    words = [word.lower() for word in WORD.findall(text)]
-    return {" ".join(words[i : i + n]) for i in range(max(1, len(words) - n + 1))} if words else set()
+class HeldOut:
+    """Finds runs of ``n`` words that a text shares with benchmark prompts.
+
+    A prompt that is shorter than ``n`` words counts as one run, and so does a text.
+    """
+
+    def __init__(self, prompts: Iterable[str], n: int):
+        self._n = n
+        self._runs: set[str] = set()
+        self._words: set[str] = set()
+        for words in map(words_of, prompts):
+            self._words.update(words)
+            self._runs.update(" ".join(words[i : i + n]) for i in range(max(1, len(words) - n + 1)) if words)
+
+    def shares_a_run(self, words: list[str]) -> bool:
+        """Whether a text, given as its words, has a run in common with a prompt."""
+        n = self._n
+        if len(words) < n:
+            return bool(words) and " ".join(words) in self._runs
+        # Runs are put together only where every word is a benchmark's: seldom, so most texts cost a look-up a word.
+        known = "".join(["1" if word in self._words else "0" for word in words])
+        start = known.find("1" * n)
+        while start >= 0:
+            if " ".join(words[start : start + n]) in self._runs:
+                return True
+            start = known.find("1" * n, start + 1)
+        return False
 
 
 class Filters:
-    """Decides on drafts one after the other; knows what it has seen."""
+    """Decides on drafts, whatever their order."""
 
     def __init__(self, config: CurateConfig, benchmark_prompts: Iterable[str]):
         self._config = config
-        self._held_out = {gram for text in benchmark_prompts for gram in ngrams(text, config.contamination_words)}
+        self._held_out = HeldOut(benchmark_prompts, config.contamination_words)
         self._patterns = {reason: re.compile(pattern) for reason, pattern in config.drop_matching.items()}
-        self._seen: set[str] = set()
 
-    def reason_to_drop(self, draft: Draft, identity: str) -> str | None:
-        """The first reason that applies, or None to keep the draft."""
+    def reason_to_drop(self, draft: Draft) -> str | None:
+        """The first reason that applies, or None to keep the draft.
+
+        A row that came tokenised has no text to look at: nothing but its own masks and the limits on tokens decide on it.
+        """
+        if draft.ids is not None:
+            return None
         text = prompt_text(draft.messages, draft.tools)
         if not any(message["role"] == "user" and message["content"].strip() for message in draft.messages):
             return "no_user_turn"
@@ -41,13 +69,19 @@ class Filters:
             return "too_short"
         if len(text) > self._config.max_prompt_chars:
             return "too_long"
-        if identity in self._seen:
-            return "duplicate"
-        self._seen.add(identity)
+        if self._config.languages is not None and _language(draft.messages) not in self._config.languages:
+            return "other_language"
         for reason, pattern in self._patterns.items():
             if pattern.search(text):
                 return reason
-        turns = (message["content"] for message in draft.messages)
-        if any(not self._held_out.isdisjoint(ngrams(turn, self._config.contamination_words)) for turn in turns):
+        if any(map(self._held_out.shares_a_run, draft.words)):
             return "contaminated"
         return None
+
+
+def _language(messages: list[dict[str, Any]]) -> str:
+    """The likeliest language of what the user says."""
+    import py3langid
+
+    said = "\n".join(message["content"] for message in messages if message["role"] == "user")
+    return py3langid.classify(said[:LANGUAGE_CHARS])[0]

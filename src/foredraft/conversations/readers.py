@@ -5,9 +5,11 @@ holds none; nothing is dropped without being counted.
 """
 
 import json
+import re
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from foredraft.conversations.schema import ROLES
@@ -20,11 +22,31 @@ class UnusableRow(Exception):
 
 @dataclass(frozen=True)
 class Draft:
-    """A conversation before it has an id and a split."""
+    """A conversation before it has an id and a split.
+
+    ``recorded``: the assistant's earlier turns are part of what happened, so only the turn behind the last message can be
+    answered anew. ``ids`` and ``mask``: a row that came tokenised, which has no messages.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     group: str = ""
+    recorded: bool = False
+    ids: list[int] | None = None
+    mask: list[int] | None = None
+
+    @cached_property
+    def words(self) -> list[list[str]]:
+        """Lower-case words of each message."""
+        return [words_of(message["content"]) for message in self.messages]
+
+
+WORD = re.compile(r"\w+")
+
+
+def words_of(text: str) -> list[str]:
+    """Lower-case words."""
+    return WORD.findall(text.lower())
 
 
 Reader = Callable[[dict[str, Any], RowShape], Iterator[Draft]]
@@ -35,8 +57,7 @@ def read_messages(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     messages = row.get("messages", row.get("input"))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    tools = row.get("tools") or []
-    yield Draft(normalise(messages), json.loads(tools) if isinstance(tools, str) else tools, _group(row, source))
+    yield Draft(normalise(messages), _tools(row), _group(row, source))
 
 
 def read_prompt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -54,11 +75,8 @@ def read_sharegpt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     turns = row.get("conversations", row.get("conversation"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UnusableRow("no_messages")
-    messages = [
-        {"role": SHAREGPT_ROLES.get(role := turn.get("from", turn.get("role")), role), "content": _said(turn)}
-        for turn in turns
-    ]
-    yield Draft(normalise(_with_system(row, messages)), group=_group(row, source))
+    messages = [_sharegpt_message(turn) for turn in turns]
+    yield Draft(normalise(_with_system(row, messages)), _tools(row), _group(row, source))
 
 
 def read_alpaca(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -70,12 +88,33 @@ def read_alpaca(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
 
 
 def read_pairs(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
-    """A question and its answer under any of their usual names, or a question alone."""
+    """A question and its answer under any of their usual names, or a question alone; either may be a list of messages."""
+    if _is_messages(row.get("prompt")):
+        answered = row.get("completion") or []
+        messages = [*row["prompt"], *(answered if isinstance(answered, list) else _exchange("", answered)[1:])]
+        yield Draft(normalise(messages), _tools(row), _group(row, source))
+        return
     question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
     if question is None:
         raise UnusableRow("no_question")
     answer = next((row[name] for name in ANSWERS if row.get(name)), None)
     yield Draft(normalise(_with_system(row, _exchange(question, answer))), group=_group(row, source))
+
+
+def read_tokens(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
+    """A row that came tokenised: ``input_ids`` with ``loss_mask``, or with ``labels`` that are -100 where no loss is."""
+    ids, mask = _integers(row.get("input_ids")), _integers(row.get("loss_mask"))
+    if not mask:
+        mask = [int(label != IGNORED) for label in _integers(row.get("labels"))]
+    if not ids or min(ids) < 0:
+        raise UnusableRow("no_token_ids")
+    if not mask or not set(mask) <= {0, 1}:
+        raise UnusableRow("no_loss_mask")
+    if len(ids) != len(mask):
+        raise UnusableRow("ids_and_mask_of_different_length")
+    if len(set(mask)) == 1:
+        raise UnusableRow("mask_all_ones" if mask[0] else "mask_all_zeros")
+    yield Draft([], group=_group(row, source), ids=ids, mask=mask)
 
 
 def read_auto(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -93,7 +132,7 @@ def read_bfcl(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     if not isinstance(turns, list) or not turns or not turns[0]:
         raise UnusableRow("no_question")
     tools = [{"type": "function", "function": schema} for schema in row.get("function") or []]
-    yield Draft(normalise(turns[0]), tools, _group(row, source))
+    yield Draft(normalise(turns[0]), tools, _group(row, source), recorded=True)
 
 
 def read_traces(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -107,7 +146,7 @@ def read_traces(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     for reply in replies:
         window = _window(messages[:reply], source.window_chars or 0)
         if window and window[-1]["role"] != "assistant":
-            yield Draft(window, group=_group(row, source))
+            yield Draft(window, _tools(row), _group(row, source), recorded=True)
 
 
 def read_turns(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -118,10 +157,17 @@ def read_turns(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     yield Draft(normalise([{"role": "user", "content": turns[0]}]), group=_group(row, source))
 
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+OPENAI_ROLES = {"developer": "system", "function": "tool"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "observation": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
+}
+IGNORED = -100
 QUESTIONS = ("prompt", "question", "query", "problem")
 ANSWERS = ("response", "completion", "answer", "solution")
 SHAPES: tuple[tuple[tuple[str, ...], Reader], ...] = (
+    (("input_ids",), read_tokens),
     (("messages",), read_messages),
     (("conversations", "conversation"), read_sharegpt),
     (("instruction",), read_alpaca),
@@ -134,6 +180,7 @@ READERS: dict[str, Reader] = {
     "sharegpt": read_sharegpt,
     "alpaca": read_alpaca,
     "pairs": read_pairs,
+    "tokens": read_tokens,
     "auto": read_auto,
     "prompt": read_prompt,
     "bfcl": read_bfcl,
@@ -152,13 +199,14 @@ def normalise(messages: Any) -> list[dict[str, Any]]:
         raise UnusableRow("no_messages")
     clean = []
     for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
+        role = str(message.get("role")) if isinstance(message, dict) else ""
+        if (role := OPENAI_ROLES.get(role, role)) not in ROLES:
             raise UnusableRow("unknown_role")
         content = _text(message.get("content"))
         if not isinstance(content, str | type(None)):
             raise UnusableRow("content_not_text")
         kept = {key: value for key, value in message.items() if value is not None}
-        clean.append({**kept, "content": content or ""})
+        clean.append({**kept, "role": role, "content": content or ""})
     return _one_system_message(clean)
 
 
@@ -171,8 +219,47 @@ def _text(content: Any) -> Any:
     return content
 
 
-def _said(turn: dict[str, Any]) -> Any:
-    return turn.get("value", turn.get("content"))
+def _sharegpt_message(turn: dict[str, Any]) -> dict[str, Any]:
+    role, said = str(turn.get("from", turn.get("role"))), turn.get("value", turn.get("content"))
+    if role == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": _calls(said)}
+    extra: dict[str, Any] = {
+        key: turn[key] for key in ("tool_calls", "tool_call_id", "name", "reasoning_content") if key in turn
+    }
+    return {**extra, "role": SHAREGPT_ROLES.get(role, role), "content": said}
+
+
+def _calls(text: Any) -> list[dict[str, Any]]:
+    """Tool calls that are written as JSON text: one object, or a list of them."""
+    try:
+        calls = json.loads(text) if isinstance(text, str) else text
+    except json.JSONDecodeError:
+        raise UnusableRow("tool_call_not_json") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise UnusableRow("tool_call_not_json")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tool schemas of a row, as a list or as JSON text, each in OpenAI's envelope."""
+    tools = row.get("tools") or []
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except json.JSONDecodeError:
+        raise UnusableRow("tools_not_json") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UnusableRow("tools_not_json")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
+
+
+def _integers(value: Any) -> list[int]:
+    """A list of integers as such, anything else as none."""
+    return [int(item) for item in value] if isinstance(value, list) and all(isinstance(i, int) for i in value) else []
 
 
 def _exchange(question: str, answer: Any) -> list[dict[str, Any]]:

@@ -16,6 +16,9 @@ class ExtractConfig(Config):
     """How many of the target's own next tokens are stored at each supervised token."""
     batch_tokens: int = Field(gt=0)
     """Tokens a forward pass may hold, padding included."""
+    shard_tokens: int = Field(gt=0)
+    """About how many tokens a feature shard holds: the unit of work and of resume. A token takes taps x hidden size x 2
+    bytes."""
     storage: Literal["bfloat16"]
     """Type of the stored features."""
     truth_check_documents: int = Field(gt=0)

@@ -1,6 +1,8 @@
-"""The ``extract`` stage: token shards -> feature shards, one for one, resumable between shards."""
+"""The ``extract`` stage: token shards -> feature shards, resumable between shards."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +34,11 @@ def extract(
     tokens: Path,
     interface: Path,
     out: Path,
-) -> None:
+) -> dict[str, Any]:
     """Read the token shards of source ``name`` with the target and publish the ``features`` artefact ``out``.
+
+    Returns:
+        its account, in documents.
 
     Raises:
         ValueError: taps out of range; the truth check fails; a state is not finite, or constant.
@@ -42,23 +47,20 @@ def extract(
     source = open_tokens(tokens, name)
     interface_manifest = open_interface(interface)
     check_layer_ids(config.target_layer_ids, interface_manifest.facts["num_layers"])
-    names = sorted(source.facts["shards"])
+    cuts = cut_shards(tokens, sorted(source.facts["shards"]), config.shard_tokens)
     work = {**config.model_dump(), "target": target.model_dump()}
     key = work_fingerprint("extract", work, {"tokens": source, "target": interface_manifest})
     with open_scratch(f"extract-{name}", key) as scratch:
-        missing = [shard for shard in names if not scratch.has(shard)]
-        total = sum(facts["tokens"] for facts in source.facts["shards"].values())
-        left = sum(source.facts["shards"][shard]["tokens"] for shard in missing)
+        missing = [cut for cut in cuts if not scratch.has(cut.name)]
+        total, left = (sum(cut.tokens for cut in part) for part in (cuts, missing))
         with Progress(f"extract-{name}", total, "tokens", done=total - left) as progress:
             if missing:
                 frozen = load_target(checkpoint_folder(target, fetch), target, config.target_layer_ids)
-                first = read_shard(tokens / missing[0])
-                report_truth(frozen, first, config.truth_check_documents)
-            for file in missing:
-                shard = read_shard(tokens / file)
-                features = read_features(frozen, shard, config, progress)
-                shard_statistics(features["target_hidden"], config.target_layer_ids, f"{name}/{file}")
-                scratch.write(file, lambda path, features=features: write_features(features, path))  # type: ignore[misc]
+                report_truth(frozen, missing[0].read(tokens), config.truth_check_documents)
+            for cut in missing:
+                features = read_features(frozen, cut.read(tokens), config, progress)
+                shard_statistics(features["target_hidden"], config.target_layer_ids, f"{name}/{cut.name}")
+                scratch.write(cut.name, lambda path, features=features: write_features(features, path))  # type: ignore[misc]
         contract = {
             **source.contract,
             "target_layer_ids": list(config.target_layer_ids),
@@ -67,10 +69,48 @@ def extract(
             "kernels": "torch",
             "versions": {package: found for package, found in versions().items() if package in VERSIONS},
         }
+        documents = sum(cut.end - cut.start for cut in cuts)
+        counts = {"rows_in": source.counts["rows_out"], "rows_out": documents, "skipped": {}}
+        assert counts["rows_in"] == documents, f"{name}: {counts['rows_in']} documents in, {documents} out"
+        facts = {"shards": {cut.name: {"documents": cut.end - cut.start, "tokens": cut.tokens} for cut in cuts}}
+        sizes = {key: source.facts[key] for key in ("tokens", "supervised", "lengths")}
         manifest = Manifest(
-            "features", contract=contract, counts=source.counts, facts={**source.facts, "top_k": config.top_k}
+            "features", contract=contract, counts=counts, facts={**facts, **sizes, "top_k": config.top_k}
         )
-        scratch.publish(out, manifest, names)
+        scratch.publish(out, manifest, [cut.name for cut in cuts])
+    return {**counts, "tokens": source.facts["tokens"], "supervised": source.facts["supervised"]}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The documents of one feature shard: ``[start, end)`` of a token shard."""
+
+    name: str
+    source: str
+    start: int
+    end: int
+    tokens: int
+
+    def read(self, folder: Path) -> TokenShard:
+        """Its documents."""
+        return read_shard(folder / self.source).part(self.start, self.end)
+
+
+def cut_shards(folder: Path, names: list[str], budget: int) -> list[Cut]:
+    """Cut token shards into runs of documents of about ``budget`` tokens; each split is numbered through."""
+    cuts: list[Cut] = []
+    for source in names:
+        split = source.rpartition("-")[0]
+        offsets = read_shard(folder / source).offsets.tolist()
+        start = 0
+        for end in range(1, len(offsets)):
+            last = end == len(offsets) - 1
+            if last or offsets[end + 1] - offsets[start] > budget:
+                number = sum(cut.name.startswith(f"{split}-") for cut in cuts)
+                name = f"{split}-{number:05d}.safetensors"
+                cuts.append(Cut(name, source, start, end, offsets[end] - offsets[start]))
+                start = end
+    return cuts
 
 
 def report_truth(frozen: FrozenTarget, shard: TokenShard, count: int) -> None:

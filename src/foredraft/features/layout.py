@@ -1,6 +1,6 @@
 """Feature shards: what the target thought of every token.
 
-One shard answers one token shard and is one safetensors file:
+One shard holds some documents of a token shard and is one safetensors file:
 
 =================  ===================  =========================================================================
 ``target_hidden``  ``(T, L, D)`` bf16   tap k of every token: the residual stream after block ``target_layer_ids[k]``

@@ -1,30 +1,51 @@
-"""The ``respond`` stage: the target answers every prompt, greedily, as token ids.
+"""The ``respond`` stage: the target answers every turn, as token ids.
 
-A drafter learns to guess what the target says, so its data are the target's own answers, whatever the source held.
+A drafter learns to guess what the target says, so its data are the target's own answers, whatever the source held. Where
+a source's answers already are the target's, its conversations go on as they are.
 """
 
 import itertools
-from collections import Counter
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from foredraft.accounts import Account
 from foredraft.artifacts import Manifest
-from foredraft.chat.render import Renderer, UnrenderablePrompt
-from foredraft.conversations.curate import open_conversations
-from foredraft.conversations.schema import Conversation
+from foredraft.chat.render import Renderer
+from foredraft.conversations.schema import Conversation, open_conversations, read_conversations
 from foredraft.progress import Progress
 from foredraft.responses.config import RespondConfig
-from foredraft.responses.schema import RESPONSES, Response, read_responses, write_responses
+from foredraft.responses.dialogue import Dialogue, Outcome, opens_thinking
+from foredraft.responses.local import LocalBackend
+from foredraft.responses.log import AnswerLog
+from foredraft.responses.rules import FAULTS, faults_of
+from foredraft.responses.schema import Response, write_responses
+from foredraft.responses.server import ServerBackend
 from foredraft.scratch import Scratch, open_scratch, work_fingerprint
 from foredraft.sources.config import FetchConfig
 from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import load_target
-from foredraft.target.greedy import greedy_answers
-from foredraft.target.interface import read_tokenizer
+from foredraft.target.tokenizer import read_tokenizer
 from foredraft.target.weights import checkpoint_folder
 
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process that answers needs to know; plain values, since it travels to other processes."""
+
+    name: str
+    config: RespondConfig
+    target: TargetConfig
+    fetch: FetchConfig
+    interface: Path
+    parts: list[Path]
+    scratch: Path
 
 
 def respond(
@@ -35,99 +56,132 @@ def respond(
     conversations: Path,
     interface: Path,
     out: Path,
-) -> None:
-    """Answer the conversations of source ``name`` and publish the ``responses`` artefact ``out``.
+    processes: int | None = None,
+) -> dict[str, Any]:
+    """Answer the conversations of source ``name`` and publish the ``responses`` artefact ``out``; returns its account.
 
-    Answered batches are kept in scratch: a run that was stopped goes on with the next batch.
+    Answers are kept in scratch as they come: a run that was stopped goes on with what is left.
+
+    Args:
+        processes: that answer beside each other, by default one for each local GPU.
 
     Raises:
-        ValueError: no usable answer, or more truncated ones than ``max_truncated_ratio``.
+        ValueError: no usable answer; more answers with a fault than its rule allows; the server cannot be reached.
     """
-    source, rows = open_conversations(conversations, name)
+    source, parts = open_conversations(conversations, name)
     interface_manifest = open_interface(interface)
-    renderer = Renderer(read_tokenizer(interface), target.thinking)
-    skipped: Counter[str] = Counter()
-    prompts = _prompts(rows, renderer, config, skipped)
-
-    key = work_fingerprint(
-        "respond",
-        {**config.model_dump(), "target": target.model_dump()},
-        {"source": source, "target": interface_manifest},
-    )
+    keep = source.facts["answers"] == "keep"
+    asking = {} if keep else {**config.asking(), "target": target.model_dump()}
+    key = work_fingerprint("respond", asking, {"source": source, "target": interface_manifest})
     with open_scratch(f"respond-{name}", key) as scratch:
-        if config.origin == "keep":
-            answers = _kept(rows, prompts, renderer, skipped)
-        else:
-            eos = interface_manifest.facts["eos_token_ids"]
-            answers = _generate_all(name, prompts, config, eos, lambda: _load(target, fetch), scratch)
-        usable = _usable(answers, skipped)
-        _check(name, rows, usable, skipped, config)
-        scratch.write(RESPONSES, lambda path: write_responses(sorted(usable, key=lambda row: row.id), path))
-        contract = {**interface_manifest.contract, "response_origin": config.origin}
-        manifest = Manifest(
-            "responses",
-            contract=contract,
-            counts={"rows_in": len(rows), "rows_out": len(usable), "skipped": dict(sorted(skipped.items()))},
-            facts={
-                "truncated": sum(row.finish_reason == "length" for row in usable),
-                "response_tokens": sum(len(row.response_ids) for row in usable),
-            },
-        )
-        scratch.publish(out, manifest, [RESPONSES])
+        if keep:
+            return _pass_on(source, interface_manifest.contract, parts, scratch, out)
+        job = Job(name, config, target, fetch, interface, parts, scratch.path)
+        _answer_all(job, processes)
+        return _publish(job, scratch, interface_manifest, out)
 
 
-def _load(target: TargetConfig, fetch: FetchConfig) -> Any:
-    return load_target(checkpoint_folder(target, fetch), target, layer_ids=[0]).model
+def _pass_on(
+    source: Manifest, contract: dict[str, Any], parts: list[Path], scratch: Scratch, out: Path
+) -> dict[str, Any]:
+    """Publish the conversations themselves."""
+    for path in parts:
+        scratch.write(path.name, lambda copy, path=path: copy.write_bytes(path.read_bytes()))  # type: ignore[misc]
+    rows = source.counts["rows_out"]
+    counts = {"rows_in": rows, "rows_out": rows, "skipped": {}}
+    manifest = Manifest(
+        "responses", contract={**contract, "response_origin": "keep"}, counts=counts, facts={"answers": "keep"}
+    )
+    scratch.publish(out, manifest, [path.name for path in parts])
+    return counts
 
 
-def _prompts(
-    rows: list[Conversation], renderer: Renderer, config: RespondConfig, skipped: Counter[str]
-) -> list[tuple[Conversation, list[int]]]:
-    prompts = []
-    for row in rows:
-        try:
-            prompt = renderer.prompt_ids(history(row.messages), row.tools)
-        except UnrenderablePrompt as reason:
-            skipped[str(reason)] += 1
-            continue
-        if len(prompt) > config.max_prompt_tokens:
-            skipped["prompt_too_long"] += 1
-        else:
-            prompts.append((row, prompt))
+def _answer_all(job: Job, processes: int | None) -> None:
+    """Fill the log: in this process, or in one for each GPU, through PyTorch's own launcher."""
+    import torch
+
+    if job.config.backend == "server":
+        processes = 1
+    elif processes is None:
+        processes = max(1, torch.cuda.device_count())
+    if processes == 1:
+        answer_share(job)
+        return
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"respond-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=2,
+    )
+    elastic_launch(launch, answer_share)(job)
+
+
+def answer_share(job: Job) -> None:
+    """Answer this process's share of what is not in the log yet; ``RANK`` and ``WORLD_SIZE`` say which that is."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    facts = open_interface(job.interface).facts
+    tokenizer = read_tokenizer(job.interface)
+    renderer = Renderer(tokenizer, job.target.thinking)
+    backend: LocalBackend | ServerBackend
+    if job.config.backend == "server":
+        backend = ServerBackend(job.config, tokenizer, facts["eos_token_ids"])
+        backend.check()
+    else:
+        backend = LocalBackend(job.config, lambda: _load(job), facts["eos_token_ids"])
+    for part in job.parts:
+        log = AnswerLog(job.scratch / part.stem, rank)
+        rows = list(read_conversations(part))
+        done = log.ids()
+        title = f"respond-{job.name}" + (f"-{rank}" if world > 1 else "")
+        with Progress(title, len(rows), "conversations", done=len(done)) as progress:
+            groups = _groups(rows, job, renderer, tokenizer)
+            # The first of a group tells whether it is done: a group is logged whole.
+            mine = [g for i, g in enumerate(groups) if i % world == rank and g[0].outcome.id not in done]
+            for group in _answered(backend, mine):
+                log.append(dialogue.outcome for dialogue in group)
+                progress.advance(len(group))
+
+
+def _load(job: Job) -> Any:
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ and _has_gpu() else None
+    return load_target(checkpoint_folder(job.target, job.fetch), job.target, layer_ids=[0], device=device).model
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _groups(rows: list[Conversation], job: Job, renderer: Renderer, tokenizer: Any) -> list[list[Dialogue]]:
+    """Conversations that are answered together: of like length, and the same ones in every run."""
+    limit = job.config.max_prompt_tokens
+    dialogues = [Dialogue(row, renderer, tokenizer, limit) for row in rows]
     # By length, so that a batch holds little padding; by id behind that, so that batches are the same every time.
-    return sorted(prompts, key=lambda pair: (len(pair[1]), pair[0].id))
+    dialogues.sort(key=lambda dialogue: (len(dialogue.prompt_ids or []), dialogue.outcome.id))
+    return even_batches(dialogues, 1 if job.config.backend == "server" else job.config.batch_size)
 
 
-def history(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages up to the last turn that is not the assistant's: what the answer answers."""
-    end = len(messages)
-    while end and messages[end - 1]["role"] == "assistant":
-        end -= 1
-    return messages[:end]
-
-
-def _generate_all(
-    name: str,
-    prompts: list[tuple[Conversation, list[int]]],
-    config: RespondConfig,
-    eos: list[int],
-    load: Any,
-    scratch: Scratch,
-) -> list[Response]:
-    batches = even_batches(prompts, config.batch_size)
-    model = None
-    answers: list[Response] = []
-    with Progress(f"respond-{name}", len(prompts), "answers") as progress:
-        for number, batch in enumerate(batches):
-            part = f"batch-{number:05d}.parquet"
-            if not scratch.has(part):
-                model = model or load()
-                found = greedy_answers(model, [prompt for _, prompt in batch], config.max_new_tokens, eos)
-                rows = [_answer(*pair, answer, eos) for pair, answer in zip(batch, found, strict=True)]
-                scratch.write(part, lambda path, rows=rows: write_responses(rows, path))  # type: ignore[misc]
-            answers += read_responses(scratch.path / part)
-            progress.advance(len(batch))
-    return answers
+def _answered(backend: LocalBackend | ServerBackend, groups: list[list[Dialogue]]) -> Iterator[list[Dialogue]]:
+    """Each group as soon as it is answered."""
+    if backend.concurrency == 1:
+        for group in groups:
+            backend.answer(group)
+            yield group
+        return
+    with ThreadPoolExecutor(backend.concurrency) as threads:
+        waiting = {threads.submit(backend.answer, group): group for group in groups}
+        try:
+            for done in as_completed(waiting):
+                done.result()
+                yield waiting[done]
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def even_batches(items: list[Item], largest: int) -> list[list[Item]]:
@@ -137,40 +191,91 @@ def even_batches(items: list[Item], largest: int) -> list[list[Item]]:
     return [items[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-def _answer(row: Conversation, prompt: list[int], answer: list[int], eos: list[int]) -> Response:
-    return Response(row.id, row.split, prompt, answer, "stop" if answer[-1] in eos else "length")
+def _publish(job: Job, scratch: Scratch, interface: Manifest, out: Path) -> dict[str, Any]:
+    """Apply the rules to what is in the log, and publish what stays."""
+    judge = Judge(job.config, read_tokenizer(job.interface), interface.facts["eos_token_ids"])
+    account, names = Account(f"sources.{job.name}"), []
+    for part in job.parts:
+        outcomes = {outcome.id: outcome for outcome in AnswerLog(job.scratch / part.stem).read()}
+        usable: list[Response] = []
+        for row in read_conversations(part):
+            usable += judge.usable(row, outcomes[row.id], account)
+        if usable:
+            name = part.name.replace("conversations", "responses")
+            scratch.write(name, lambda path, rows=usable: write_responses(rows, path))  # type: ignore[misc]
+            names.append(name)
+    judge.refuse(job.name)
+    account.check(judge.kept)
+    manifest = Manifest(
+        "responses",
+        contract={
+            **interface.contract,
+            "response_origin": f"generate, temperature {job.config.temperature}, top_p {job.config.top_p}",
+        },
+        counts=account.counts(),
+        facts={"answers": "generate", "faults": judge.faults, "response_tokens": judge.tokens},
+    )
+    scratch.publish(out, manifest, names)
+    return {**account.counts(), "faults": judge.faults, "response_tokens": judge.tokens}
 
 
-def _kept(
-    rows: list[Conversation], prompts: list[tuple[Conversation, list[int]]], renderer: Renderer, skipped: Counter[str]
-) -> list[Response]:
-    answers = []
-    for row, prompt in prompts:
-        if row.messages[-1]["role"] != "assistant":
-            skipped["no_answer_to_keep"] += 1
-        else:
-            answer = renderer.answer_ids(row.messages[-1]["content"])
-            answers.append(Response(row.id, row.split, prompt, answer, "stop"))
-    return answers
+class Judge:
+    """Applies the rules of the params to answers, and counts their faults.
 
+    Attributes:
+        faults: answers with each fault, kept or not.
+        answers, kept, tokens: answers seen, answers kept, their tokens.
+    """
 
-def _usable(answers: list[Response], skipped: Counter[str]) -> list[Response]:
-    usable = [row for row in answers if len(row.response_ids) > 1]
-    if len(usable) < len(answers):
-        skipped["empty_answer"] += len(answers) - len(usable)
-    return usable
+    def __init__(self, config: RespondConfig, tokenizer: Any, eos: list[int]):
+        self._config, self._tokenizer, self._eos = config, tokenizer, set(eos)
+        self._rules = {fault: getattr(config, fault) for fault in FAULTS}
+        self.faults = dict.fromkeys(FAULTS, 0)
+        self.answers = self.kept = self.tokens = 0
 
+    def usable(self, row: Conversation, outcome: Outcome, account: Account) -> list[Response]:
+        """The answers of one conversation that are training data, each turn counted in ``account``.
 
-def _check(
-    name: str, rows: list[Conversation], usable: list[Response], skipped: Counter[str], config: RespondConfig
-) -> None:
-    if len(rows) != len(usable) + skipped.total():
-        raise AssertionError(f"row account is off: {len(rows)} in, {len(usable)} out, skipped {dict(skipped)}")
-    if not usable:
-        raise ValueError(f"sources.{name}: no usable answer of {len(rows)} prompts; skipped {dict(skipped)}")
-    ratio = sum(row.finish_reason == "length" for row in usable) / len(usable)
-    if ratio > config.max_truncated_ratio:
-        raise ValueError(
-            f"sources.{name}: {ratio:.0%} of the answers ran into respond.max_new_tokens = {config.max_new_tokens}, "
-            f"more than respond.max_truncated_ratio = {config.max_truncated_ratio}"
-        )
+        What follows an answer that is left out stays: the target has said it, on that history.
+        """
+        usable = []
+        for turn, answer in enumerate(outcome.answers):
+            reason = self._reason_to_drop(answer.prompt_ids, answer.response_ids, answer.finish_reason)
+            if reason:
+                account.skip(reason, f"conversation {row.id}")
+                continue
+            account.keep()
+            usable.append(
+                Response(row.id, turn, row.split, answer.prompt_ids, answer.response_ids, answer.finish_reason)
+            )
+        for turn in range(len(outcome.answers), outcome.asked):
+            first = turn == len(outcome.answers)
+            account.skip(outcome.stopped if first else "after_a_skipped_turn", f"conversation {row.id}")
+        self.kept += len(usable)
+        self.tokens += sum(len(response.response_ids) for response in usable)
+        return usable
+
+    def _reason_to_drop(self, prompt: list[int], response: list[int], finish_reason: str) -> str | None:
+        said = [token for token in response if token not in self._eos]
+        text = self._tokenizer.decode(said, skip_special_tokens=True)
+        opened = opens_thinking(self._tokenizer.decode(prompt[-8:]))
+        faults = faults_of(text, said, finish_reason, opened, self._config.loop_tokens)
+        self.answers += 1
+        for fault in faults:
+            self.faults[fault] += 1
+        return next((fault for fault in faults if not self._rules[fault].keep), None)
+
+    def refuse(self, name: str) -> None:
+        """Refuse a source of which too many answers have a fault.
+
+        Raises:
+            ValueError: names the fault, its rate and the rule.
+        """
+        for fault, rule in self._rules.items():
+            rate = self.faults[fault] / max(1, self.answers)
+            if rate > rule.max_ratio:
+                hint = f" (respond.max_new_tokens = {self._config.max_new_tokens})" if fault == "truncated" else ""
+                raise ValueError(
+                    f"sources.{name}: {rate:.1%} of {self.answers} answers are {fault}{hint}, "
+                    f"more than respond.{fault}.max_ratio = {rule.max_ratio}"
+                )

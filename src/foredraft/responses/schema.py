@@ -1,6 +1,7 @@
 """Answers as token ids, and their Parquet form."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,10 +9,10 @@ import pyarrow.parquet as pq
 
 from foredraft.artifacts import Manifest, open_artifact
 
-RESPONSES = "responses.parquet"
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
+        ("turn", pa.int32()),
         ("split", pa.string()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("response_ids", pa.list_(pa.int32())),
@@ -22,13 +23,15 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Response:
-    """One answered prompt.
+    """One answered turn of the conversation ``id``; turns count from 0.
 
     ``response_ids`` are used as generated and never rendered again; they end with the end-of-turn token if and only if
-    ``finish_reason`` is ``stop`` (otherwise it is ``length``: none is invented).
+    ``finish_reason`` is ``stop`` (otherwise it is ``length``: none is invented). ``prompt_ids`` is all that the target
+    saw before it, its own earlier answers included.
     """
 
     id: str
+    turn: int
     split: str
     prompt_ids: list[int]
     response_ids: list[int]
@@ -38,16 +41,22 @@ class Response:
 def write_responses(rows: list[Response], path: Path) -> None:
     """Write rows as Parquet, in the order given."""
     with path.open("wb") as stream:
-        pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), stream)
+        pq.write_table(pa.Table.from_pylist([vars(row) for row in rows], schema=SCHEMA), stream)
 
 
-def read_responses(path: Path) -> list[Response]:
-    """Read what :func:`write_responses` wrote."""
-    with path.open("rb") as stream:
-        return [Response(**record) for record in pq.read_table(stream).to_pylist()]
+def read_responses(path: Path) -> Iterator[Response]:
+    """Read what :func:`write_responses` wrote, a batch at a time."""
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(1024):
+            yield from (Response(**record) for record in batch.to_pylist())
 
 
-def open_responses(folder: Path, name: str) -> tuple[Manifest, list[Response]]:
-    """Verify and read the answers of source ``name``."""
+def open_responses(folder: Path, name: str) -> tuple[Manifest, list[Path]]:
+    """Verify the answers of source ``name``.
+
+    Returns:
+        the manifest, and the files: of :class:`Response` where ``facts["answers"]`` is ``generate``, and of
+        conversations, as curated, where it is ``keep``.
+    """
     manifest = open_artifact(folder, "responses", f"dvc repro respond@{name}")
-    return manifest, read_responses(folder / RESPONSES)
+    return manifest, [folder / file for file in sorted(manifest.files)]

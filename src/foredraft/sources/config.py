@@ -30,11 +30,14 @@ class Origin(Config):
 class RowShape(Origin):
     """How the rows of the files behind a URI are read; see :mod:`foredraft.conversations.readers`."""
 
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "pairs", "prompt", "bfcl", "traces", "turns"]
-    """``auto``: by each row's fields. ``messages``: OpenAI chat. ``sharegpt``: ``conversations``. ``alpaca``:
-    ``instruction``, ``input``, ``output``. ``pairs``: a question and its answer. ``prompt``: a template.
-    ``bfcl``: function calling. ``traces``: recorded agents, a prompt for each assistant turn. ``turns``: the first of a list
-    of user turns."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "pairs", "tokens", "prompt", "bfcl", "traces", "turns"]
+    """How a row is read:
+
+    ``auto``: by its fields; ``messages``: OpenAI chat; ``sharegpt``: ``conversations``; ``alpaca``: ``instruction``,
+    ``input``, ``output``; ``pairs``: a question and its answer; ``tokens``: ``input_ids`` with ``loss_mask`` or
+    ``labels``; ``prompt``: a template; ``bfcl``: function calling; ``traces``: recorded agents, a prompt for each assistant
+    turn; ``turns``: the first of a list of user turns.
+    """
     licence: str
     """SPDX name, carried into every row and into the model card."""
     rows: str | None = None
@@ -58,6 +61,8 @@ class SourceConfig(RowShape):
     """One source of conversations."""
 
     kind: Kind
+    answers: Literal["generate", "keep"] = "generate"
+    """``generate``: the target answers what is asked. ``keep``: the rows' answers already are the target's."""
     limit: int | None = Field(default=None, gt=0)
     """At most this many conversations, chosen by hash, so that raising it only adds."""
 

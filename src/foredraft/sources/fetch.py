@@ -5,6 +5,7 @@ from pathlib import Path
 from foredraft.artifacts import MANIFEST, Manifest, file_digest, publish
 from foredraft.sources.config import FetchConfig, SourceConfig
 from foredraft.sources.download import download
+from foredraft.sources.transfer import forget
 from foredraft.sources.uri import parse_uri
 
 
@@ -16,7 +17,8 @@ def fetch(source: SourceConfig, config: FetchConfig, out: Path) -> None:
     """
     manifest = Manifest("raw", facts={"uri": source.uri, "sha256": source.sha256})
     with publish(out, manifest) as folder:
-        download(source, config, folder)
+        download(source, config, folder, keep=True)
+    forget(source.uri)  # only now: sealing reads every byte, and may be stopped
 
 
 def changed_on_disk(source: SourceConfig, raw: Path) -> bool:

@@ -26,8 +26,8 @@ from foredraft.speculation.session import open_session
 from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget, attends_to_everything, load_target
-from foredraft.target.greedy import greedy_answers
-from foredraft.target.interface import read_tokenizer
+from foredraft.target.generate import greedy_answers
+from foredraft.target.tokenizer import read_tokenizer
 from foredraft.target.weights import checkpoint_folder
 
 

@@ -108,11 +108,6 @@ def read_interface(folder: Path) -> Interface:
     return Interface(embed_tokens, lm_head, weights["norm.weight"], load_file(folder / LAYERS), manifest)
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, from its artefact."""
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def _last_layers(frozen: FrozenTarget, count: int) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     total = len(frozen.blocks)

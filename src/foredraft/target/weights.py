@@ -10,6 +10,7 @@ from foredraft.artifacts import file_digest, fingerprint
 from foredraft.scratch import scratch_root
 from foredraft.sources.config import FetchConfig
 from foredraft.sources.download import download
+from foredraft.sources.hub import Repository, snapshot
 from foredraft.sources.uri import parse_uri
 from foredraft.target.config import TargetConfig
 
@@ -22,7 +23,7 @@ def checkpoint_folder(target: TargetConfig, fetch: FetchConfig) -> Path:
     """
     uri = parse_uri(target.uri)
     if uri.scheme == "hf":
-        folder = _snapshot(uri.name, uri.revision)
+        folder = _snapshot(uri.name, uri.revision, fetch)
     elif uri.scheme == "file":
         folder = Path(uri.name)
     else:
@@ -40,18 +41,11 @@ def checkpoint_digest(target: TargetConfig, folder: Path) -> str:
     return fingerprint({path.name: file_digest(path) for path in weights})
 
 
-def _snapshot(name: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
+def _snapshot(name: str, revision: str, fetch: FetchConfig) -> Path:
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"target.uri: hf:{name}@{revision} cannot be downloaded ({reason}); check the name, the network, "
-            "and `hf auth login` if it is gated"
-        ) from error
+        return snapshot(Repository("model", name, revision), ["*.bin", "*.pth", "*.gguf"], fetch)
+    except ValueError as error:
+        raise ValueError(f"target.uri: {error}") from error
 
 
 def _unpacked(target: TargetConfig, fetch: FetchConfig) -> Path:

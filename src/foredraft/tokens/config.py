@@ -13,4 +13,6 @@ class PrepareConfig(Config):
     min_supervised_tokens: int = Field(ge=2)
     """Documents with fewer supervised tokens are left out; fewer than a block teach little."""
     shard_tokens: int = Field(gt=0)
-    """About how many tokens a shard holds; a shard is the unit of work and of resume in ``extract``."""
+    """About how many tokens a shard holds."""
+    max_skip_ratio: float = Field(gt=0, le=1)
+    """Fail when the template refuses, or no mask can be proven for, more than this share of the conversations."""

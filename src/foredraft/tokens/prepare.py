@@ -1,75 +1,150 @@
 """The ``prepare`` stage: answers -> token ids and loss mask, in shards."""
 
-from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.accounts import Account
 from foredraft.artifacts import Manifest, publish
+from foredraft.chat.render import Renderer, UnrenderablePrompt
+from foredraft.chat.supervise import Document, Supervisor
+from foredraft.conversations.schema import Conversation, read_conversations, row_groups
 from foredraft.responses.schema import Response, open_responses
 from foredraft.target.artifact import open_interface
+from foredraft.target.tokenizer import read_tokenizer
 from foredraft.tokens.config import PrepareConfig
-from foredraft.tokens.shards import SPLITS, pack, write_shard
+from foredraft.tokens.documents import conversations_of, merged
+from foredraft.tokens.writer import SPLITS, ShardWriter
+from foredraft.workers import map_in_order
+
+Task = tuple[Path, int | None]
+"""A file, and the group of its rows (None: all of them)."""
 
 
-def prepare(name: str, config: PrepareConfig, responses: Path, interface: Path, out: Path) -> None:
-    """Write the token shards of source ``name`` as the artefact ``out``.
+def prepare(name: str, config: PrepareConfig, responses: Path, interface: Path, out: Path) -> dict[str, Any]:
+    """Write the token shards of source ``name`` as the artefact ``out``; returns its row account.
 
-    The mask is 1 exactly on the answer's tokens, the end-of-turn token included when the target said it: it is known from
-    how the row was made, not searched for.
+    Of a generated answer the mask is known from how the row was made. Of a text answer it comes from the target's own
+    template, and is proven: see :mod:`foredraft.chat.supervise`. Documents are counted; a conversation that gives none
+    counts as one under its reason.
 
     Raises:
-        ValueError: no document is left; or an id is past the target's embedding.
+        ValueError: no document is left; too many conversations that no mask can be proven for; an id past the target's
+            embedding.
     """
-    source, rows = open_responses(responses, name)
-    facts = open_interface(interface).facts
-    skipped: Counter[str] = Counter()
-    documents: dict[str, list[tuple[list[int], list[int]]]] = {split: [] for split in SPLITS}
-    for row in rows:
-        document = to_document(row, config.max_length)
-        if sum(document[1]) < config.min_supervised_tokens:
-            skipped["too_few_supervised"] += 1
-            continue
-        if max(document[0]) >= facts["vocab_rows"]:
-            raise ValueError(
-                f"{responses}: row {row.id} has id {max(document[0])}, past {facts['vocab_rows']} embeddings"
-            )
-        documents[row.split].append(document)
-
-    kept = sum(map(len, documents.values()))
-    if kept == 0:
-        raise ValueError(f"sources.{name}: no document of {len(rows)} answers; skipped {dict(skipped)}")
-    manifest = Manifest(
-        "tokens",
-        contract=source.contract,
-        counts={"rows_in": len(rows), "rows_out": kept, "skipped": dict(sorted(skipped.items()))},
-        facts={"shards": {}},
+    source, parts = open_responses(responses, name)
+    manifest = open_interface(interface)
+    account, totals = Account(f"sources.{name}"), {"cut": 0, "turns_left_out": 0}
+    make = partial(
+        Preparer, name, config, source.facts["answers"], manifest.facts, manifest.contract["thinking"], interface
     )
-    with publish(out, manifest) as folder:
-        for split, rows_of_split in documents.items():
-            for number, part in enumerate(_by_tokens(rows_of_split, config.shard_tokens)):
-                shard = pack(part)
-                file = f"{split}-{number:05d}.safetensors"
-                write_shard(shard, folder / file)
-                manifest.facts["shards"][file] = {
-                    "documents": len(shard),
-                    "tokens": len(shard.input_ids),
-                    "supervised": int(shard.loss_mask.sum()),
-                }
+    tokens = Manifest("tokens", contract=source.contract, facts={"shards": {}})
+    with publish(out, tokens) as folder:
+        writers = {split: ShardWriter(folder, split, config.shard_tokens) for split in SPLITS}
+        for prepared in map_in_order(make, _tasks(parts, source.facts["answers"])):
+            account.add(prepared.account)
+            totals["cut"] += prepared.cut
+            totals["turns_left_out"] += prepared.turns_left_out
+            for split, ids, mask in prepared.documents:
+                writers[split].add(ids, mask)
+        lengths: dict[str, int] = {}
+        for writer in writers.values():
+            writer.close()
+            tokens.facts["shards"].update(writer.facts)
+            for end, count in writer.lengths.items():
+                lengths[end] = lengths.get(end, 0) + count
+        account.refuse_unusable(config.max_skip_ratio, "prepare.max_skip_ratio")
+        account.check(sum(shard["documents"] for shard in tokens.facts["shards"].values()))
+        tokens.counts = account.counts()
+        sizes = {key: sum(shard[key] for shard in tokens.facts["shards"].values()) for key in ("tokens", "supervised")}
+        tokens.facts |= {**sizes, **totals, "lengths": lengths}
+    return {**tokens.counts, **sizes, **totals, "lengths": lengths}
 
 
-def to_document(row: Response, max_length: int) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of one answered prompt, cut at ``max_length``."""
-    ids = row.prompt_ids + row.response_ids
-    mask = [0] * len(row.prompt_ids) + [1] * len(row.response_ids)
-    return ids[:max_length], mask[:max_length]
+@dataclass
+class Prepared:
+    """What a part of a file came to; each document with its split."""
+
+    account: Account
+    documents: list[tuple[str, NDArray[np.int32], NDArray[np.uint8]]] = field(default_factory=list)
+    cut: int = 0
+    turns_left_out: int = 0
 
 
-def _by_tokens(documents: list[tuple[list[int], list[int]]], budget: int) -> list[list[tuple[list[int], list[int]]]]:
-    parts: list[list[tuple[list[int], list[int]]]] = []
-    room = 0
-    for document in documents:
-        if room < len(document[0]):
-            parts.append([])
-            room = budget
-        parts[-1].append(document)
-        room -= len(document[0])
-    return parts
+class Preparer:
+    """Turns files of answers into documents; one in each process."""
+
+    def __init__(
+        self, name: str, config: PrepareConfig, answers: str, facts: dict[str, Any], thinking: bool, interface: Path
+    ):
+        self._name, self._config, self._answers = name, config, answers
+        self._vocab_rows = facts["vocab_rows"]
+        self._supervisor: Supervisor | None = None
+        if answers == "keep":
+            tokenizer = read_tokenizer(interface)
+            renderer = Renderer(tokenizer, thinking)
+            self._supervisor = Supervisor(renderer, facts["eos_token_ids"], tokenizer.bos_token_id)
+
+    def __call__(self, task: Task) -> Prepared:
+        """Prepare the rows of one file, or of one group of its rows."""
+        path, group = task
+        prepared = Prepared(Account(f"sources.{self._name}"))
+        if self._answers == "generate":
+            for turns in conversations_of(path):
+                self._take_answered(turns, prepared)
+        else:
+            for row in read_conversations(path, group):
+                self._take_kept(row, prepared)
+        return prepared
+
+    def _take_answered(self, turns: list[Response], prepared: Prepared) -> None:
+        documents = merged(turns)
+        for _ in range(len(turns) - len(documents)):
+            prepared.account.skip("joined_to_the_turn_before")
+        for document in documents:
+            self._take(document, turns[0].split, f"conversation {turns[0].id}", prepared)
+
+    def _take_kept(self, row: Conversation, prepared: Prepared) -> None:
+        assert self._supervisor is not None
+        place = f"conversation {row.id}"
+        if row.input_ids is not None and row.loss_mask is not None:
+            self._take_tokenised(row.input_ids, row.loss_mask, row.split, place, prepared)
+            return
+        before = self._supervisor.turns_left_out
+        try:
+            documents = self._supervisor.documents(row.messages, row.tools)
+        except UnrenderablePrompt as reason:
+            prepared.account.skip(str(reason), place, unusable=True)
+            return
+        prepared.turns_left_out += self._supervisor.turns_left_out - before
+        for document in documents:
+            self._take(document, row.split, place, prepared)
+
+    def _take(self, document: Document, split: str, place: str, prepared: Prepared) -> None:
+        self._take_tokenised(document.ids, document.mask(), split, place, prepared)
+
+    def _take_tokenised(self, ids: list[int], mask: list[int], split: str, place: str, prepared: Prepared) -> None:
+        limit = self._config.max_length
+        cut_ids, cut_mask = np.array(ids[:limit], dtype=np.int32), np.array(mask[:limit], dtype=np.uint8)
+        if cut_mask.sum() < self._config.min_supervised_tokens:
+            prepared.account.skip("too_few_supervised", place)
+            return
+        if cut_ids.max() >= self._vocab_rows:
+            raise ValueError(
+                f"sources.{self._name}: {place} has id {cut_ids.max()}, past {self._vocab_rows} embeddings of the target"
+            )
+        prepared.account.keep()
+        prepared.cut += len(ids) > limit
+        prepared.documents.append((split, cut_ids, cut_mask))
+
+
+def _tasks(parts: list[Path], answers: str) -> Iterator[Task]:
+    """Pieces of work: conversations in groups of rows, answers in files, since a conversation's turns stay together."""
+    for path in parts:
+        groups = range(row_groups(path)) if answers == "keep" else [None]
+        yield from ((path, group) for group in groups)

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.artifacts import Manifest, open_artifact
-
-SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,12 @@ class TokenShard:
         span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return self.input_ids[span], self.loss_mask[span]
 
+    def part(self, start: int, end: int) -> "TokenShard":
+        """The documents from ``start`` up to ``end``, views."""
+        offsets = self.offsets[start : end + 1]
+        span = slice(int(offsets[0]), int(offsets[-1]))
+        return TokenShard(self.input_ids[span], self.loss_mask[span], offsets - offsets[0])
+
 
 def pack(documents: list[tuple[list[int], list[int]]]) -> TokenShard:
     """Lay ``(ids, mask)`` documents back to back."""
@@ -43,13 +47,8 @@ def pack(documents: list[tuple[list[int], list[int]]]) -> TokenShard:
     )
 
 
-def write_shard(shard: TokenShard, path: Path) -> None:
-    """Write one shard."""
-    save_file(vars(shard), path)
-
-
 def read_shard(path: Path) -> TokenShard:
-    """Read one shard."""
+    """Map one shard into memory: pages are read as they are used."""
     return TokenShard(**load_file(path))
 
 

@@ -175,7 +175,8 @@ def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Pat
     """
     manifests = open_all_features(features)
     interface = read_interface(target)
-    contract = next(iter(manifests.values())).contract
+    origins = {source: manifest.contract["response_origin"] for source, manifest in manifests.items()}
+    contract = {**next(iter(manifests.values())).contract, "response_origin": origins}
     facts = interface.manifest.facts
     shape = DrafterShape(
         choice=config.drafter,

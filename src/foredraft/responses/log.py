@@ -1,0 +1,53 @@
+"""Outcomes as they come in, so that a run that was stopped goes on where it was.
+
+One file for each process, one line for each group of conversations that was answered together; a line that was cut off
+by a kill is no line.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from foredraft.responses.dialogue import Outcome
+
+
+class AnswerLog:
+    """Appends outcomes durably, and finds them again."""
+
+    def __init__(self, folder: Path, writer: int = 0):
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        self._path = folder / f"answers-{writer:03d}.jsonl"
+
+    def append(self, outcomes: Iterable[Outcome]) -> None:
+        """Add the outcomes of one group, all of them or none."""
+        line = json.dumps([outcome.to_json() for outcome in outcomes], separators=(",", ":"))
+        with self._path.open("a+b") as stream:
+            # After a line that was cut off, begin a new one.
+            if stream.tell() and _last_byte(self._path) != b"\n":
+                stream.write(b"\n")
+            stream.write(line.encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def ids(self) -> set[str]:
+        """Conversations that have their outcome."""
+        return {outcome.id for outcome in self.read()}
+
+    def read(self) -> Iterator[Outcome]:
+        """Every outcome of every process."""
+        for path in sorted(self._folder.glob("answers-*.jsonl")):
+            with path.open("rb") as stream:
+                for line in stream:
+                    try:
+                        records = json.loads(line)
+                    except json.JSONDecodeError:
+                        continue  # cut off by a kill: its group is asked again
+                    yield from map(Outcome.from_json, records)
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1)

@@ -1,0 +1,95 @@
+"""The target's own answers, by Transformers: training data, and what speculation must reproduce."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foredraft.target.frozen import attends_to_everything
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; a temperature of 0 takes the likeliest."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """For Transformers; what the checkpoint's own generation config says of sampling does not count."""
+        if self.temperature == 0:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+
+
+def greedy_answers(model: Any, prompts: list[list[int]], max_new_tokens: int, eos: list[int]) -> list[list[int]]:
+    """Answer a batch of prompts with the likeliest token each time; see :func:`batched_answers`."""
+    return batched_answers(model, prompts, max_new_tokens, eos, Sampling())
+
+
+@torch.inference_mode()
+def batched_answers(
+    model: Any, prompts: list[list[int]], max_new_tokens: int, eos: list[int], sampling: Sampling
+) -> list[list[int]]:
+    """Answer prompts as one batch; an answer ends with the first end-of-turn token, if it came.
+
+    Padding is on the left and told by the mask, never by its id, which often is the end-of-turn token.
+
+    Args:
+        prompts: token ids of each.
+        eos: every id that ends an answer.
+    """
+    longest = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), longest), eos[0])  # (B, T)
+    mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    with torch.random.fork_rng():  # Transformers draws from the global generator: it is ours while it does
+        torch.manual_seed(sampling.seed)
+        output = model.generate(
+            input_ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos,
+            pad_token_id=eos[0],
+            # Where it is possible: a growing cache is copied whole for every token, which halves the speed on a CPU.
+            cache_implementation="static" if attends_to_everything(model) else None,
+            **sampling.settings(),
+        )
+    return [cut_at_end(answer, set(eos)) for answer in output[:, longest:].tolist()]
+
+
+def continuous_answers(
+    model: Any, prompts: list[list[int]], max_new_tokens: int, eos: list[int], sampling: Sampling, warmup: bool = True
+) -> list[list[int]]:
+    """Answer prompts by continuous batching: a row that is done makes room for the next at once, and nothing is padded.
+
+    Raises:
+        RuntimeError: a request failed; says why.
+    """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=eos[0], **sampling.settings()
+    )
+    drawn = ContinuousBatchingConfig(seed=sampling.seed)
+    found = model.generate_batch(
+        prompts, generation_config=config, continuous_batching_config=drawn, warmup=warmup, progress_bar=False
+    )
+    outputs = [found[name] for name in sorted(found, key=lambda name: int(name.rpartition("_")[2]))]
+    if failed := next((output.error for output in outputs if output.error), None) or len(outputs) != len(prompts):
+        raise RuntimeError(f"continuous batching: {len(outputs)} of {len(prompts)} prompts answered ({failed})")
+    return [cut_at_end(list(output.generated_tokens), set(eos)) for output in outputs]
+
+
+def batches_continuously(model: Any) -> bool:
+    """Whether the installed Transformers can, and it pays: on a GPU, where every layer is plain attention."""
+    return model.device.type == "cuda" and hasattr(model, "generate_batch") and attends_to_everything(model)
+
+
+def cut_at_end(tokens: list[int], eos: set[int]) -> list[int]:
+    """Drop what follows the first end-of-turn token, which is kept."""
+    end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
+    return tokens[: end + 1]

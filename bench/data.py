@@ -41,7 +41,7 @@ from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.imports import ROOT
 from foredraft.params import ConfigT, load_section, read_params
 from foredraft.provenance import commit, versions
-from foredraft.sources.config import FetchConfig, SourceConfig
+from foredraft.sources.config import FetchConfig
 from foredraft.target.config import TargetConfig
 
 STAGES = ("curate", "respond", "prepare")
@@ -164,8 +164,7 @@ def rates(rows: int, tokens: int, figure: dict[str, Any]) -> dict[str, float]:
 def run_stage(bench: Bench, stage: str, arguments: list[str]) -> Measured:
     """Run one stage command, with a scratch folder of its own: nothing of an earlier run can be taken up."""
     command = [sys.executable, "-m", f"stages.{stage}", *arguments, "--params", str(params_file(bench.folder))]
-    if "--metrics" in options(stage):
-        command += ["--metrics", str(bench.folder / f"metrics-{stage}.json")]
+    command += ["--metrics", str(bench.folder / f"metrics-{stage}.json")]
     found = measure(command, bench.environment())
     # The record of the run belongs to the pipeline's own stages, not to ours.
     for record in (ROOT / "data/.runs").glob(f"{stage}-bench.json"):
@@ -360,12 +359,7 @@ def params_file(folder: Path) -> Path:
     if path.exists():
         return path
     params = read_params(ROOT / "params.yaml")
-    source = {"uri": "file:bench.jsonl", "kind": "general", "licence": "MIT", "format": "auto"}
-    # Where a source says itself whether its answers are kept, `respond` does not.
-    if "answers" in SourceConfig.model_fields:
-        source["answers"] = "keep"
-    else:
-        params["respond"]["origin"] = "keep"
+    source = {"uri": "file:bench.jsonl", "kind": "general", "licence": "MIT", "format": "auto", "answers": "keep"}
     params["sources"] = {"bench": source}
     params["curate"] |= {"max_prompt_chars": 1_000_000, "contamination_words": 13, "max_skip_ratio": 1.0}
     params["respond"] |= {"max_prompt_tokens": 1_000_000}
@@ -373,13 +367,6 @@ def params_file(folder: Path) -> Path:
     with path.open("w", encoding="utf-8") as stream:
         YAML(typ="safe", pure=True).dump(params, stream)
     return path
-
-
-def options(stage: str) -> str:
-    """What the stage's ``--help`` says."""
-    command = [sys.executable, "-m", f"stages.{stage}", "--help"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def ready_target(folder: Path) -> Path:

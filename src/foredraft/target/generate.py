@@ -46,7 +46,8 @@ def batched_answers(
     for row, prompt in enumerate(prompts):
         input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
-    with torch.random.fork_rng():  # Transformers draws from the global generator: it is ours while it does
+    # Transformers draws from the global generator: it is ours while it does.
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
         output = model.generate(
             input_ids.to(model.device),

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from foredraft.chat.render import Renderer
 from foredraft.conversations.schema import Conversation, read_conversations, to_record, write_records
+from foredraft.provenance import commit, versions
 from foredraft.responses.config import RespondConfig, Rule
 from foredraft.responses.log import AnswerLog
 from foredraft.responses.respond import Job, _answer_all, _groups, even_batches
@@ -77,7 +79,13 @@ def main(out: Path, count: int, new_tokens: int) -> None:
         part = folder / "conversations-00000.parquet"
         write_records([to_record(question(n)) for n in range(count)], part)
         job = Job("bench", config, target, FETCH, interface, [part], folder / "one")
-        report = {"conversations": count, "new_tokens": new_tokens, "device": device(), "torch": torch.__version__}
+        report = {
+            "commit": commit(),
+            "conversations": count,
+            "new_tokens": new_tokens,
+            "device": device(),
+            "versions": versions(),
+        }
         report["backends"] = backends(job)
         report["launcher"] = [launched(replace(job, scratch=folder / f"by-{n}"), n) for n in counts()]
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -92,7 +100,7 @@ def question(number: int) -> Conversation:
 
 
 def backends(job: Job) -> dict[str, dict[str, float]]:
-    """Tokens a second of either way to batch, on the same prompts, in alternation."""
+    """Tokens a second of each way to batch, on the same prompts."""
     tokenizer = make_tokenizer("chatml")
     renderer = Renderer(tokenizer, False)
     rows = [row for part in job.parts for row in read_conversations(part)]
@@ -100,7 +108,11 @@ def backends(job: Job) -> dict[str, dict[str, float]]:
     model = load_target(Path(job.target.uri.removeprefix("file:")), job.target, layer_ids=[0]).model
     ends = model.generation_config.eos_token_id
     found: dict[str, dict[str, float]] = {}
-    ways = {"padded": batched_answers, "continuous": continuous_answers}
+    ways = {
+        "padded, growing cache": partial(batched_answers, static_cache=False),
+        "padded, static cache": partial(batched_answers, static_cache=True),
+        "continuous": continuous_answers,
+    }
     for name, generate in ways.items():
         generate(model, prompts[:8], 8, ends, Sampling(1.0, 1.0, 0))  # compiles and allocates
         start, tokens = time.perf_counter(), 0
@@ -137,4 +149,4 @@ def device() -> str:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    main(Path(arguments[0]), *(int(value) for value in (*arguments[1:], *("2048", "512")[len(arguments) - 1 :])))
+    main(Path(arguments[0]), *(int(value) for value in (*arguments[1:], *("512", "256")[len(arguments) - 1 :])))

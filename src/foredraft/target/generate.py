@@ -30,7 +30,12 @@ def greedy_answers(model: Any, prompts: list[list[int]], max_new_tokens: int, eo
 
 @torch.inference_mode()
 def batched_answers(
-    model: Any, prompts: list[list[int]], max_new_tokens: int, eos: list[int], sampling: Sampling
+    model: Any,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos: list[int],
+    sampling: Sampling,
+    static_cache: bool | None = None,
 ) -> list[list[int]]:
     """Answer prompts as one batch; an answer ends with the first end-of-turn token, if it came.
 
@@ -39,7 +44,11 @@ def batched_answers(
     Args:
         prompts: token ids of each.
         eos: every id that ends an answer.
+        static_cache: lay the cache out at once instead of letting it grow; by default where that is faster.
     """
+    if static_cache is None:
+        # A growing cache is copied whole for every token, which halves the speed on a CPU.
+        static_cache = model.device.type == "cpu" and attends_to_everything(model)
     longest = max(map(len, prompts))
     input_ids = torch.full((len(prompts), longest), eos[0])  # (B, T)
     mask = torch.zeros_like(input_ids)
@@ -55,8 +64,7 @@ def batched_answers(
             max_new_tokens=max_new_tokens,
             eos_token_id=eos,
             pad_token_id=eos[0],
-            # Where it is possible: a growing cache is copied whole for every token, which halves the speed on a CPU.
-            cache_implementation="static" if attends_to_everything(model) else None,
+            cache_implementation="static" if static_cache else None,
             **sampling.settings(),
         )
     return [cut_at_end(answer, set(eos)) for answer in output[:, longest:].tolist()]

@@ -94,8 +94,15 @@ def continuous_answers(
 
 
 def batches_continuously(model: Any) -> bool:
-    """Whether the installed Transformers can, and it pays: on a GPU, where every layer is plain attention."""
-    return model.device.type == "cuda" and hasattr(model, "generate_batch") and attends_to_everything(model)
+    """Whether the installed packages can, and it pays: on a GPU with FlashAttention, where every layer is plain attention.
+
+    Without FlashAttention it was slower than padded batches (LOG.md has the figures).
+    """
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    flash = is_flash_attn_2_available() or is_flash_attn_3_available()
+    can = model.device.type == "cuda" and hasattr(model, "generate_batch")
+    return can and flash and attends_to_everything(model)
 
 
 def cut_at_end(tokens: list[int], eos: set[int]) -> list[int]:

@@ -6,9 +6,11 @@ a source's answers already are the target's, its conversations go on as they are
 
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,7 +88,7 @@ def _pass_on(
 ) -> dict[str, Any]:
     """Publish the conversations themselves."""
     for path in parts:
-        scratch.write(path.name, lambda copy, path=path: copy.write_bytes(path.read_bytes()))  # type: ignore[misc]
+        scratch.write(path.name, partial(shutil.copyfile, path))
     rows = source.counts["rows_out"]
     counts = {"rows_in": rows, "rows_out": rows, "skipped": {}}
     manifest = Manifest(

@@ -1,6 +1,7 @@
 """The ``prepare`` stage: answers -> token ids and loss mask, in shards."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from foredraft.target.artifact import open_interface
 from foredraft.target.tokenizer import read_tokenizer
 from foredraft.tokens.config import PrepareConfig
 from foredraft.tokens.documents import conversations_of, merged
-from foredraft.tokens.writer import SPLITS, ShardWriter
+from foredraft.tokens.writer import LENGTH_BINS, SPLITS, ShardWriter
 from foredraft.workers import map_in_order
 
 Task = tuple[Path, int | None]
@@ -43,7 +44,7 @@ def prepare(name: str, config: PrepareConfig, responses: Path, interface: Path, 
     make = partial(
         Preparer, name, config, source.facts["answers"], manifest.facts, manifest.contract["thinking"], interface
     )
-    tokens = Manifest("tokens", contract=source.contract, facts={"shards": {}})
+    tokens = Manifest("tokens", contract=source.contract)
     with publish(out, tokens) as folder:
         writers = {split: ShardWriter(folder, split, config.shard_tokens) for split in SPLITS}
         for prepared in map_in_order(make, _tasks(parts, source.facts["answers"])):
@@ -52,18 +53,24 @@ def prepare(name: str, config: PrepareConfig, responses: Path, interface: Path, 
             totals["turns_left_out"] += prepared.turns_left_out
             for split, ids, mask in prepared.documents:
                 writers[split].add(ids, mask)
-        lengths: dict[str, int] = {}
-        for writer in writers.values():
-            writer.close()
-            tokens.facts["shards"].update(writer.facts)
-            for end, count in writer.lengths.items():
-                lengths[end] = lengths.get(end, 0) + count
+        facts = {**closed(writers.values()), **totals}
         account.refuse_unusable(config.max_skip_ratio, "prepare.max_skip_ratio")
-        account.check(sum(shard["documents"] for shard in tokens.facts["shards"].values()))
-        tokens.counts = account.counts()
-        sizes = {key: sum(shard[key] for shard in tokens.facts["shards"].values()) for key in ("tokens", "supervised")}
-        tokens.facts |= {**sizes, **totals, "lengths": lengths}
-    return {**tokens.counts, **sizes, **totals, "lengths": lengths}
+        account.check(sum(shard["documents"] for shard in facts["shards"].values()))
+        tokens.counts, tokens.facts = account.counts(), facts
+    return {**tokens.counts, **{key: value for key, value in facts.items() if key != "shards"}}
+
+
+def closed(writers: Iterable[ShardWriter]) -> dict[str, Any]:
+    """Close the writers; what the shards of all splits hold: each, in all, and by length."""
+    shards: dict[str, dict[str, int]] = {}
+    lengths: Counter[str] = Counter()
+    for writer in writers:
+        writer.close()
+        shards |= writer.facts
+        lengths += writer.lengths
+    sizes = {key: sum(shard[key] for shard in shards.values()) for key in ("tokens", "supervised")}
+    in_order = {name: lengths[name] for name in (*map(str, LENGTH_BINS), "more") if lengths[name]}
+    return {"shards": shards, **sizes, "lengths": in_order}
 
 
 @dataclass

@@ -78,6 +78,13 @@ def test_dvc_shows_metrics_and_plots(smoke: Workspace) -> None:
     metrics = json.loads(smoke.run("dvc", "metrics", "show", "--json"))
     files = metrics[""]["data"]
     assert files["metrics/evaluate.json"]["data"]["pooled"]["tokens_per_step"] > 0
+    before = {"curate": None, "respond": "curate", "prepare": "respond", "extract": "prepare"}
+    for source in ("code", "tools"):
+        for stage, earlier in before.items():
+            counts = files[f"metrics/{stage}/{source}.json"]["data"]
+            assert counts["rows_in"] == counts["rows_out"] + sum(counts["skipped"].values())
+            if earlier:
+                assert counts["rows_in"] == files[f"metrics/{earlier}/{source}.json"]["data"]["rows_out"]
     smoke.run("dvc", "plots", "show", "--out", "plots-out")
     page = (smoke.path / "plots-out" / "index.html").read_text()
     assert "random_drafter" in page and "tokens_per_step" in page

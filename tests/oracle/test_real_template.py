@@ -1,4 +1,4 @@
-"""The real small target's own tokenizer and template: masks of kept answers, against what Transformers would send a server."""
+"""The real target's own tokenizer and template: masks of kept answers, against what a server would be sent."""
 
 from pathlib import Path
 

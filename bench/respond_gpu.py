@@ -69,7 +69,7 @@ def main(out: Path, count: int, new_tokens: int) -> None:
     lenient = Rule(keep=True, max_ratio=1.0)
     settings: dict[str, Any] = dict.fromkeys(("truncated", "empty", "unclosed_thinking", "looping"), lenient)
     settings |= {"max_new_tokens": new_tokens, "max_prompt_tokens": 2048, "temperature": 1.0, "top_p": 1.0, "seed": 1}
-    config = RespondConfig(backend="transformers", batch_size=256, loop_tokens=64, **settings)
+    config = RespondConfig(backend="transformers", batch_size=256, loop_tokens=64, max_skip_ratio=1.0, **settings)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["FOREDRAFT_SCRATCH"] = str(folder / "scratch")

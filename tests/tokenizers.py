@@ -51,3 +51,20 @@ def make_tokenizer(template: str, pad: str | None = "end") -> PreTrainedTokenize
         )
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     return tokenizer
+
+
+@cache
+def make_spaced_tokenizer(template: str, scheme: str) -> PreTrainedTokenizerFast:
+    """One as sentencepiece makes them: a space is a letter of its own, and one is put before a text (``first``) or before
+    whatever follows a control token (``always``)."""
+    backend = Tokenizer(BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>"], show_progress=False)
+    words = [(TEMPLATES.parent.parent / name).read_text() for name in ("README.md", "CONTRIBUTING.md")]
+    backend.train_from_iterator(words, trainer)
+    end, begin = END.get(template, "<|im_end|>"), BEGIN.get(template)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, bos_token=begin, unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": CONTROL[template]})
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return tokenizer

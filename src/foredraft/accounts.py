@@ -18,6 +18,8 @@ class Account:
     skipped: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
     unusable: int = 0
+    seen: int = 0
+    """What the rows came from, where one may give several (a trace, a conversation of many turns)."""
 
     @property
     def rows_in(self) -> int:
@@ -46,6 +48,7 @@ class Account:
         self.kept += other.kept
         self.skipped.update(other.skipped)
         self.unusable += other.unusable
+        self.seen += other.seen
         self.first = {**other.first, **self.first}
 
     def check(self, rows_out: int) -> None:
@@ -56,17 +59,26 @@ class Account:
             AssertionError: rows were lost or made up; our own bug.
         """
         assert self.kept == rows_out, f"{self.name}: {self.kept} rows counted, {rows_out} written"
-        if not rows_out:
+        self.refuse_nothing()
+
+    def refuse_nothing(self) -> None:
+        """Refuse to go on without a row.
+
+        Raises:
+            ValueError: names the reasons.
+        """
+        if not self.kept:
             raise ValueError(f"{self.name}: no usable row of {self.rows_in}: {self}")
 
     def refuse_unusable(self, ratio: float, key: str) -> None:
         """Refuse a source of which too much cannot be used.
 
         Raises:
-            ValueError: more than ``ratio`` of the rows; names the reasons.
+            ValueError: more than ``ratio`` of what the rows came from; names the reasons.
         """
-        if self.kept and self.unusable > ratio * self.rows_in:
-            raise ValueError(f"{self.name}: more than {key} = {ratio} unusable of {self.rows_in}: {self}")
+        seen = self.seen or self.rows_in
+        if self.kept and self.unusable > ratio * seen:
+            raise ValueError(f"{self.name}: more than {key} = {ratio} unusable of {seen}: {self}")
 
     def counts(self) -> dict[str, Any]:
         """For the manifest and the metrics."""

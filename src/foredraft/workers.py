@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 AHEAD = 2
 """Tasks in flight for each worker: enough to keep it busy, few enough to bound memory."""
 
-_work: Callable[[Any], Any] | None = None
-"""What this process does with a task; set once, when a worker starts."""
+_work: Callable[[Any], Any] | Exception | None = None
+"""What this process does with a task, or why it cannot; set once, when a worker starts."""
 
 
 def worker_count() -> int:
@@ -84,9 +84,14 @@ def _in_processes(
 
 def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
     global _work
-    _work = make()
+    try:
+        _work = make()
+    except Exception as error:  # of a worker that does not start a pool would only say that it died
+        _work = error
 
 
 def _do(task: Any) -> Any:
+    if isinstance(_work, Exception):
+        raise _work
     assert _work is not None
     return _work(task)

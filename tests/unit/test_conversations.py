@@ -20,10 +20,10 @@ from foredraft.conversations.readers import (
     Draft,
     UnusableRow,
     normalise,
+    pieces_of,
     read_auto,
     read_messages,
     read_traces,
-    words_of,
 )
 from foredraft.conversations.schema import Conversation, conversation_id, open_conversations, read_conversations
 from foredraft.sources.config import FetchConfig, RowShape, SourceConfig
@@ -194,6 +194,12 @@ USER, ANSWER, SYSTEM = (
         ({"prompt": "Hi", "completion": "Yes"}, [USER, ANSWER]),
         ({"question": "Hi", "answer": "Yes"}, [USER, ANSWER]),
         ({"prompt": "Hi"}, [USER]),
+        ({"system": "Be kind", "messages": [USER]}, [SYSTEM, USER]),
+        (
+            {"instruction": "Add", "context": "1, 2", "response": "Yes"},
+            [{"role": "user", "content": "Add\n\n1, 2"}, ANSWER],
+        ),
+        ({"messages": [{**USER, "uuid": "7", "when": 3}]}, [USER]),
         ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
         ({"prompt": [USER], "completion": "Yes"}, [USER, ANSWER]),
         ({"messages": [{"role": "developer", "content": "Be kind"}, USER]}, [SYSTEM, USER]),
@@ -212,6 +218,9 @@ def test_a_row_is_recognised_by_its_fields(row: dict[str, Any], messages: list[d
         ({"conversations": [{"from": "robot", "value": "Hi"}]}, "unknown_role"),
         ({"instruction": 3}, "no_field_instruction"),
         ({"prompt": ["Hi"]}, "no_question"),
+        ({"messages": [{**ANSWER, "tool_calls": "look()"}]}, "not_a_tool_call"),
+        ({"messages": [{**ANSWER, "tool_calls": [{"function": "f"}]}]}, "not_a_tool_call"),
+        ({"input_ids": [1, 2**31], "loss_mask": [0, 1]}, "no_token_ids"),
         ({"messages": [USER], "tools": "[{"}, "tools_not_json"),
         ({"conversations": [{"from": "function_call", "value": "look()"}]}, "tool_call_not_json"),
         ({"input_ids": [], "loss_mask": []}, "no_token_ids"),
@@ -245,6 +254,24 @@ def test_tool_calls_and_tools_of_sharegpt_rows_come_out_as_openais() -> None:
     assert draft.tools == [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
 
+def test_openais_older_function_calls_are_tool_calls() -> None:
+    call = {"name": "look", "arguments": "{}"}
+    (draft,) = read_messages(
+        {"messages": [USER, {"role": "assistant", "content": None, "function_call": call}]}, MESSAGES
+    )
+    assert draft.messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call}],
+    }
+
+
+def test_a_group_that_a_row_does_not_have_is_no_group() -> None:
+    shape = RowShape(uri="file:x", licence="MIT", format="messages", group="session")
+    with pytest.raises(UnusableRow, match="no_field_session"):
+        list(read_messages({"messages": [USER]}, shape))
+
+
 @pytest.mark.parametrize("row", [{"loss_mask": [0, 0, 1]}, {"labels": [-100, -100, 7]}])
 def test_a_row_that_came_tokenised_keeps_its_ids_and_mask(row: dict[str, Any]) -> None:
     (draft,) = read_auto({"input_ids": [5, 6, 7], **row}, MESSAGES)
@@ -261,13 +288,13 @@ def test_what_the_target_will_say_anew_is_not_part_of_the_conversation() -> None
 
 def test_runs_of_words_shared_with_a_benchmark_are_found() -> None:
     held_out = HeldOut(["How many apples are left, after lunch?", "Why?"], 4)
-    assert held_out.shares_a_run(words_of("say how MANY apples are left over"))
-    assert not held_out.shares_a_run(words_of("say how many pears are left"))
-    assert not held_out.shares_a_run(words_of("how many apples how many apples"))
+    assert held_out.shares_a_run(pieces_of("say how MANY apples are left over"))
+    assert not held_out.shares_a_run(pieces_of("say how many pears are left"))
+    assert not held_out.shares_a_run(pieces_of("how many apples how many apples"))
     assert (
-        held_out.shares_a_run(words_of("why"))
-        and not held_out.shares_a_run(words_of("why not"))
-        and not held_out.shares_a_run(words_of(""))
+        held_out.shares_a_run(pieces_of("why"))
+        and not held_out.shares_a_run(pieces_of("why not"))
+        and not held_out.shares_a_run(pieces_of(""))
     )
 
 
@@ -389,6 +416,36 @@ def test_of_near_duplicates_one_stays_whatever_their_order(tmp_path: Path) -> No
 def test_the_same_question_to_other_tools_is_another_question(tmp_path: Path) -> None:
     rows = [{"messages": [USER], "tools": [{"type": "function", "function": {"name": name}}]} for name in "fg"]
     assert curated(tmp_path, rows, near_duplicate=0.8, min_prompt_chars=1).counts["rows_out"] == 2
+
+
+def test_questions_that_differ_in_a_mark_are_different_questions(tmp_path: Path) -> None:
+    texts = [f"What is the value of 12 {mark} 7 in decimal? {sentence(1, 8)}" for mark in "+-*/"]
+    texts += ["法国的首都是什么?那里住着多少人?", "德国的首都是什么?那里住着多少人呢?今天呢?"]
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    assert curated(tmp_path, rows, near_duplicate=0.8).counts["rows_out"] == 6
+
+
+def test_the_steps_of_a_trace_are_not_near_duplicates_of_each_other_and_stay_on_one_side(tmp_path: Path) -> None:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": sentence(n, 12)} for n in range(30)]
+    shape = SourceConfig(uri="file:x", licence="MIT", format="traces", kind="agentic", window_chars=100_000)
+    manifest = curated(tmp_path, [{"messages": messages}], shape, near_duplicate=0.8, max_prompt_chars=10**6)
+    assert manifest.counts["rows_out"] == 15
+    assert len({row.split for row in conversations(tmp_path / "out")}) == 1
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_of_equal_rows_the_same_one_stays_in_any_order(tmp_path: Path, backwards: bool) -> None:
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+        {"messages": [{"role": "user", "content": "question"}], "tools": [{"function": {"name": "f", "x": 1}}]},
+        {"messages": [{"role": "user", "content": "question"}], "tools": [{"function": {"x": 1, "name": "f"}}]},
+    ]
+    manifest = curated(tmp_path, rows[::-1] if backwards else rows)
+    assert manifest.counts["skipped"] == {"duplicate": 1}, "another mask is another row"
+    (tools,) = [row.tools for row in conversations(tmp_path / "out") if row.messages]
+    assert list(tools[0]["function"]) == ["name", "x"]
 
 
 def test_answers_that_are_kept_count_among_what_a_conversation_says(tmp_path: Path) -> None:

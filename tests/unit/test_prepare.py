@@ -109,6 +109,18 @@ def test_a_row_whose_answer_begins_behind_the_limit_is_left_out_however_it_came(
     assert documents_of(shards) == [([5] * 20, [0] * 10 + [1] * 10)]
 
 
+def test_a_tokenised_row_is_held_to_the_same_rules(tmp_path: Path) -> None:
+    rows = [
+        kept(1, [], input_ids=[5] * 20, loss_mask=[1] * 10 + [0] * 10),
+        kept(3, [], input_ids=[5] * 10, loss_mask=[0] * 2 + [1] * 8),
+    ]
+    begin = make_tokenizer("headers").bos_token_id
+    rows.append(kept(2, [], input_ids=[begin, begin, *[5] * 8], loss_mask=[0] * 2 + [1] * 8))
+    manifest, shards = prepared(tmp_path, rows, template="headers", max_length=10, max_skip_ratio=1.0)
+    assert manifest.counts["skipped"] == {"doubled_bos": 1, "mask_all_ones": 1}
+    assert documents_of(shards) == [([5] * 10, [0] * 2 + [1] * 8)]
+
+
 def test_one_row_that_the_template_refuses_costs_that_row(tmp_path: Path) -> None:
     good = [kept(n, exchange(f"Question {n}?", "A fine answer.")) for n in range(100)]
     bad = [

@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "unclosed_thinking": LENIENT,
     "looping": LENIENT,
     "loop_tokens": 9,
+    "max_skip_ratio": 1.0,
 }
 CONFIG = RespondConfig(**SETTINGS)
 
@@ -217,6 +218,44 @@ def test_sampling_is_drawn_from_its_seed_alone_and_leaves_the_global_generator_a
     assert greedy_answers(model, PROMPTS, 10, [1]) != first
 
 
+def test_what_the_checkpoint_says_of_generating_does_not_alter_answers() -> None:
+    model = tiny_llama().eval()
+    expected = greedy_answers(model, PROMPTS, 10, [1])
+    model.generation_config.repetition_penalty = 3.0
+    assert greedy_answers(model, PROMPTS, 10, [1]) == expected
+    assert model.generation_config.repetition_penalty == 3.0
+
+
+def test_variables_of_another_launcher_do_not_make_a_share_of_the_work(
+    target: TargetConfig, interface: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    asked = make_conversations(tmp_path / "conversations", ROWS[:4])
+    assert respond("s", CONFIG, target, FETCH, asked, interface, tmp_path / "out")["rows_out"] == 4
+
+
+@pytest.mark.slow
+def test_a_fault_in_a_launched_process_is_one_clear_line(target: TargetConfig, interface: Path, tmp_path: Path) -> None:
+    asked = make_conversations(tmp_path / "conversations", ROWS[:4])
+    nowhere = target.model_copy(update={"uri": "file:/nowhere"})
+    with pytest.raises(
+        ValueError, match=r"process \d of 2 failed \(.*no config.json.*\); answers so far are kept"
+    ) as caught:
+        respond("s", CONFIG, nowhere, FETCH, asked, interface, tmp_path / "out", processes=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_many_turns_that_cannot_be_asked_stop_the_stage(
+    target: TargetConfig, interface: Path, tmp_path: Path
+) -> None:
+    rows = [*ROWS[:2], *(conversation(n, "<|im_end|>") for n in range(20, 22))]
+    asked = make_conversations(tmp_path / "conversations", rows)
+    config = RespondConfig(**SETTINGS | {"max_skip_ratio": 0.4})
+    with pytest.raises(ValueError, match=r"respond.max_skip_ratio = 0.4 unusable of 4: 2 control_token_in_text"):
+        respond("s", config, target, FETCH, asked, interface, tmp_path / "out")
+
+
 @pytest.mark.slow
 def test_continuous_batching_gives_the_same_greedy_answers() -> None:
     model = tiny_llama().eval()
@@ -307,7 +346,7 @@ def test_a_log_line_that_was_cut_off_is_no_line_and_spoils_none(tmp_path: Path) 
     log = AnswerLog(tmp_path / "log", 1)
     log.append([Outcome("a", [Answer([1], [2], "stop")], asked=1)])
     path = next((tmp_path / "log").iterdir())
-    path.write_bytes(path.read_bytes() + json.dumps([Outcome("b").to_json()]).encode()[:-3])
+    path.write_bytes(path.read_bytes() + b"\xff\x00\n" + json.dumps([Outcome("b").to_json()]).encode()[:-3])
     log.append([Outcome("c"), Outcome("d")])
     assert [outcome.id for outcome in AnswerLog(tmp_path / "log").read()] == ["a", "c", "d"]
     assert next(log.read()) == Outcome("a", [Answer([1], [2], "stop")], asked=1)
@@ -323,3 +362,11 @@ def test_a_dialogue_shows_the_template_what_the_target_thought() -> None:
     assert dialogue.prompt_ids is not None
     assert tokenizer.decode(dialogue.prompt_ids).count("hm") == 0
     assert "One." in tokenizer.decode(dialogue.prompt_ids)
+
+
+def test_thinking_that_never_ended_is_not_taken_into_history_as_an_answer() -> None:
+    tokenizer = make_tokenizer("thinking")
+    dialogue = Dialogue(conversation(1, "One?", "Two?"), Renderer(tokenizer, True), tokenizer, 400)
+    dialogue.answer(tokenizer("<think>\nand so", add_special_tokens=False)["input_ids"], "length")
+    assert dialogue.prompt_ids is None
+    assert (len(dialogue.outcome.answers), dialogue.outcome.stopped) == (1, "after_unclosed_thinking")

@@ -68,14 +68,14 @@ def backend(url: str, token_ids: bool = False, retries: int = 3) -> tuple[Server
     server = ServerConfig(url=url, model="m", token_ids=token_ids, concurrency=1, retries=retries, timeout_seconds=5)
     pauses: list[float] = []
     config = RespondConfig(**SETTINGS | {"backend": "server", "server": server, "temperature": 0.7, "top_p": 0.9})
-    return ServerBackend(config, TOKENIZER, [END], pauses.append), pauses
+    return ServerBackend(config, TOKENIZER, [END], END, pauses.append), pauses
 
 
 def dialogue() -> Dialogue:
     return Dialogue(conversation(1, "How are you?"), Renderer(TOKENIZER, False), TOKENIZER, 400)
 
 
-def completion(prompt: Any, choice: dict[str, Any], completion_tokens: int | None = None) -> Reply:
+def completion(prompt: Any, choice: dict[str, Any], completion_tokens: int = len(WORDS) + 1) -> Reply:
     """A reply whose usage counts the prompt as we do."""
     count = len(prompt) if isinstance(prompt, list) else len(TOKENIZER(prompt, add_special_tokens=False)["input_ids"])
     usage = {"prompt_tokens": count, "completion_tokens": completion_tokens}
@@ -101,8 +101,9 @@ def test_the_prompt_goes_out_as_we_rendered_it_with_the_sampling_of_the_params(
         "max_tokens": 12,
         "temperature": 0.7,
         "top_p": 0.9,
-        "seed": 1,
+        "seed": body["seed"],
     }
+    assert stub.asked[0]["seed"] != 1, "drawn from the params' seed, the conversation and the turn"
     assert stub.headers[0]["Authorization"] == "Bearer the-key"
     (answer,) = talk.outcome.answers
     assert (answer.prompt_ids, answer.response_ids, answer.finish_reason) == (prompt, [*WORDS, END], "stop")
@@ -132,10 +133,9 @@ def test_ids_that_the_server_sends_are_used_as_they_are(
 @pytest.mark.parametrize(
     ("counted", "finish_reason", "proven"),
     [
-        (0, "stop", True),
         (1, "stop", True),
+        (0, "stop", False),
         (2, "stop", False),
-        (-1, "stop", False),
         (0, "length", True),
         (1, "length", False),
     ],
@@ -171,8 +171,12 @@ def test_a_busy_server_is_asked_again_after_growing_pauses(serve: Callable[..., 
         ((401, {}), False, "wants a key, or another one; put it into OPENAI_API_KEY"),
         ((404, {"detail": "no model m"}), False, "refuses with HTTP 404: .*no model m"),
         ((200, {"hello": 1}), False, "not a completions endpoint .* it should end in /v1"),
-        ((200, {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 7}}), False, r"saw 7 tokens in a prompt of \d+"),
-        ((200, {"choices": [{"text": "x"}]}), True, "sends no token ids; set respond.server.token_ids: false"),
+        (
+            (200, {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 7, "completion_tokens": 1}}),
+            False,
+            r"saw 7 tokens in a prompt of \d+",
+        ),
+        ((200, {"choices": [{"text": "x"}]}), False, r"does not say how many tokens it saw and made \(usage\)"),
     ],
 )
 def test_what_a_server_refuses_is_one_clear_line(
@@ -182,6 +186,32 @@ def test_what_a_server_refuses_is_one_clear_line(
     with pytest.raises(ValueError, match=f"respond.server.url = {stub.url}: {message}") as caught:
         backend(stub.url, token_ids, retries=1)[0].answer([dialogue()])
     assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_sends_no_ids_though_asked_for_them_is_refused(serve: Callable[..., Stub]) -> None:
+    stub = serve(lambda n, body: completion(body["prompt"], {"text": "x", "finish_reason": "stop"}))
+    with pytest.raises(ValueError, match=r"sends no token ids; set respond.server.token_ids: false"):
+        backend(stub.url, token_ids=True)[0].answer([dialogue()])
+    assert stub.asked[0]["repetition_penalty"] == 1.0, "the checkpoint's own habits are set aside"
+
+
+def test_turns_are_drawn_from_seeds_of_their_own_and_a_broken_answer_ends_a_conversation(
+    serve: Callable[..., Stub],
+) -> None:
+    def say(n: int, body: dict[str, Any]) -> Reply:
+        return completion(body["prompt"], {"text": "Fine words", "finish_reason": "stop" if n < 3 else "abort"})
+
+    stub = serve(say)
+    talk = Dialogue(conversation(1, "One?", "Two?", "Three?"), Renderer(TOKENIZER, False), TOKENIZER, 400)
+    backend(stub.url)[0].answer([talk])
+    assert len({body["seed"] for body in stub.asked}) == 3
+    assert (len(talk.outcome.answers), talk.outcome.stopped) == (2, "answer_broken_off")
+
+
+def test_the_end_of_a_turn_is_the_templates_own_among_several() -> None:
+    renderer = Renderer(TOKENIZER, False)
+    assert renderer.end_id([3, END, 5]) == END
+    assert renderer.end_id([3, 5]) == 3
 
 
 def test_no_server_is_one_clear_line() -> None:

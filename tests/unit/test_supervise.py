@@ -6,7 +6,7 @@ import pytest
 
 from foredraft.chat.render import Renderer, UnrenderablePrompt
 from foredraft.chat.supervise import Document, Supervisor
-from tests.tokenizers import END, TEMPLATES, make_tokenizer
+from tests.tokenizers import END, TEMPLATES, make_spaced_tokenizer, make_tokenizer
 
 ALL = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
@@ -162,6 +162,7 @@ def test_text_after_the_last_answer_is_left_off() -> None:
         ([user("Hi"), said("x", tool_calls=[{"function": {"name": "<|im_end|>", "arguments": {}}}])], "control_token"),
         ([user("Hi")], "no_answer_to_keep"),
         ([said("Hi")], "no_answer_to_keep"),
+        ([user("Hi"), said(" \n"), user("So?"), said("Yes")], "empty_answer"),
         ([user("Hi"), said("x", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])], "tool_call_not_json"),
     ],
 )
@@ -244,7 +245,7 @@ def test_a_tokenizer_without_padding_gives_the_same_ids() -> None:
 
 def test_the_token_rule_agrees_with_tokenising_each_prefix() -> None:
     """The shortcut (only what follows the last control token is tokenised again) against the slow and obvious way."""
-    texts = ["", "\n", " ", "  x", "\n\n\n", "a\n", "déjà vu", "x" * 40, "\t", "a  b", "'s"]
+    texts = ["\n.", " -", "  x", "\n\n\nz", "a\n", "déjà vu", "x" * 40, "\ty", "a  b", "'s"]
     for first in texts:
         for second in texts:
             messages = [user(first), said(second), user(second), said(first)]
@@ -255,3 +256,43 @@ def test_the_token_rule_agrees_with_tokenising_each_prefix() -> None:
                     [second],
                     [first],
                 )
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+@pytest.mark.parametrize("template", ["chatml", "alternating"])
+def test_a_tokenizer_that_puts_a_space_before_a_text_does_not_put_one_before_an_answer(
+    scheme: str, template: str
+) -> None:
+    tokenizer = make_spaced_tokenizer(template, scheme)
+    renderer = Renderer(tokenizer, False)
+    assert not renderer.tokens.by_width
+    documents = Supervisor(renderer, [tokenizer.eos_token_id], tokenizer.bos_token_id).documents(TWO_TURNS, [])
+    whole = tokenizer.apply_chat_template(TWO_TURNS, tokenize=True, return_dict=True)["input_ids"]
+    for document in documents:
+        assert document.ids == whole[: len(document.ids)]
+        for start, end in document.spans:
+            turn = 1 if start < len(whole) // 2 else 3
+            prompt = tokenizer.apply_chat_template(
+                TWO_TURNS[:turn], add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+            assert document.ids[:start] == prompt
+            assert document.ids[end - 1] == tokenizer.eos_token_id
+    assert sum(len(document.spans) for document in documents) == 2
+
+
+def test_words_and_calls_of_a_turn_are_both_supervised_where_a_template_ignores_calls() -> None:
+    messages = [user("Look"), said("Let me look.", tool_calls=[CALL])]
+    (document,) = documents("chatml", messages, TOOLS)
+    assert spoken("chatml", document) == ['Let me look.\n{"name": "look", "arguments": {"at": 1690876800}}<|im_end|>']
+
+
+def test_a_template_that_refuses_what_it_is_probed_with_can_be_used_all_the_same() -> None:
+    tokenizer = make_tokenizer("chatml", pad=None)
+    template = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = "{%- if tools -%}{{ raise_exception('no tools here') }}{%- endif -%}" + template
+        renderer = Renderer(tokenizer, False)
+        assert renderer.tools_as == "system_text"
+        assert Supervisor(renderer, [tokenizer.eos_token_id], None).documents(TWO_TURNS, TOOLS)
+    finally:
+        tokenizer.chat_template = template

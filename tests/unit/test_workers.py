@@ -72,6 +72,16 @@ def test_an_exception_of_the_work_comes_through() -> None:
         list(map_in_order(faulty, range(8), 2))
 
 
+def broken() -> Callable[[int], int]:
+    raise ValueError("no tokenizer here")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_cannot_start_says_why(workers: int) -> None:
+    with pytest.raises(ValueError, match="no tokenizer here"):
+        list(map_in_order(broken, range(8), workers))
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
 def test_a_number_of_workers_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("FOREDRAFT_WORKERS", text)

@@ -18,7 +18,7 @@ PROBE_TOOL = {
     "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}},
 }
 PROBE = [{"role": "user", "content": "probe"}]
-PROBE_CALL = {"type": "function", "id": "call_0abc1", "function": {"name": "probe", "arguments": {"key": "probe"}}}
+PROBE_CALL = {"type": "function", "id": "call00001", "function": {"name": "probe", "arguments": {"key": "probe"}}}
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -33,10 +33,11 @@ class Renderer:
     Attributes:
         tools_as: ``template`` if the template shows the tools it is given, ``system_text`` if it ignores them: then the
             schemas are written into the system message.
-        calls_as: ``template``, or ``text`` if the template ignores the tool calls of earlier turns: then an assistant
-            turn that holds nothing else has them as JSON for its content.
+        calls_as: ``template``, or ``text`` if the template ignores the tool calls of earlier turns: then they stand as JSON
+            behind a turn's content.
         reasoning_as: ``template`` if the template shows ``reasoning_content``, ``think_tags`` if it does not: then it
             stands between the tags before the content.
+        appends: whether a plain turn is told as it was when it was the last, once others follow.
         has_generation_tags: whether the template marks the assistant's words itself.
         tokens: tokenises what was rendered.
     """
@@ -45,19 +46,23 @@ class Renderer:
         self._tokenizer: Any = tokenizer
         self.tokens = TextTokenizer(tokenizer)
         self._thinking = thinking
-        self.tools_as = "template" if self._text(PROBE, [PROBE_TOOL]) != self._text(PROBE, []) else "system_text"
-        said = {"role": "assistant", "content": "probe"}
-        plain = self._text([*PROBE, said], [], False)
-        calling = self._text([*PROBE, {**said, "content": "", "tool_calls": [PROBE_CALL]}], [], False)
-        silent = self._text([*PROBE, {**said, "content": ""}], [], False)
-        self.calls_as = "template" if calling != silent else "text"
-        reasoning = self._text([*PROBE, {**said, "reasoning_content": "because"}], [], False)
-        self.reasoning_as = "template" if reasoning != plain else "think_tags"
+        said: dict[str, Any] = {"role": "assistant", "content": "probe"}
+        plain = self._probed([*PROBE, said])
+        self.tools_as = (
+            "template" if self._probed(PROBE, [PROBE_TOOL]) not in {None, self._probed(PROBE)} else "system_text"
+        )
+        calling = self._probed([*PROBE, {**said, "tool_calls": [PROBE_CALL]}])
+        self.calls_as = "template" if calling not in {None, plain} else "text"
+        reasoning = self._probed([*PROBE, {**said, "reasoning_content": "because"}])
+        self.reasoning_as = "template" if reasoning not in {None, plain} else "think_tags"
+        whole = self._probed([*PROBE, said, *PROBE, said])
+        self.appends = None not in {plain, whole} and str(whole).startswith(str(plain))
         self._thinks = self.reasoning_as == "template" or CLOSE in tokenizer.get_vocab()
         self.has_generation_tags = bool(GENERATION_TAG.search(str(tokenizer.chat_template)))
         self._control_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special = sorted({str(token) for token in tokenizer.added_tokens_decoder.values() if token.special})
-        self._control_tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special |= {str(tokenizer.eos_token)} - {"", "None"}  # it may be an added token like any other
+        self._control_tokens = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
 
     def prompt_ids(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """Token ids of the history and the opening of the assistant's turn.
@@ -126,6 +131,19 @@ class Renderer:
         )
         return rendered["assistant_masks"]
 
+    def end_id(self, end_ids: list[int]) -> int:
+        """The one of several end-of-turn tokens that the template writes behind an answer."""
+        text = self._probed([*PROBE, {"role": "assistant", "content": "probe"}]) or ""
+        written = [token for token in self.tokens.ids(text) if token in end_ids]
+        return written[-1] if written else end_ids[0]
+
+    def _probed(self, messages: list[dict[str, Any]], tools: Any = ()) -> str | None:
+        """A rendering, or None where the template refuses it."""
+        try:
+            return self.text(messages, list(tools), opening=False)
+        except UnrenderablePrompt:
+            return None
+
     def _text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], opening: bool = True) -> str:
         return self._tokenizer.apply_chat_template(
             messages,
@@ -146,13 +164,9 @@ def with_tools_in_system(messages: list[dict[str, Any]], tools: list[dict[str, A
 
 
 def with_calls_in_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Give an assistant turn that holds nothing but tool calls their JSON as content, for templates that ignore them."""
-    if message.get("tool_calls") and not message["content"]:
-        return {
-            **message,
-            "content": "\n".join(json.dumps(call.get("function", call)) for call in message["tool_calls"]),
-        }
-    return message
+    """Put an assistant turn's tool calls as JSON behind its content, for templates that ignore them."""
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message["tool_calls"]]
+    return {**message, "content": "\n".join(filter(None, [message["content"], *calls]))}
 
 
 def with_argument_objects(message: dict[str, Any]) -> dict[str, Any]:

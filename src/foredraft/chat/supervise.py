@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from foredraft.chat.render import Renderer, UnrenderablePrompt
+from foredraft.chat.render import CLOSE, Renderer, UnrenderablePrompt
 from foredraft.chat.tokens import Encoded
 
+LONGEST_TAIL = 64
 Messages = list[dict[str, Any]]
 
 
@@ -66,6 +67,8 @@ class Supervisor:
         turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant" and i > asked]
         if not turns:
             raise UnrenderablePrompt("no_answer_to_keep")
+        if any(not (messages[i]["content"].strip() or messages[i].get("tool_calls")) for i in turns):
+            raise UnrenderablePrompt("empty_answer")
         whole = self._renderer.text(messages, tools, opening=False)
         prefixes = [self._renderer.text(messages[:turn], tools, opening=True) for turn in turns]
         told = [self._told(messages, tools, turn, prefix, whole) for turn, prefix in zip(turns, prefixes, strict=True)]
@@ -83,7 +86,8 @@ class Supervisor:
         if not whole.startswith(prefix):
             return False
         message = messages[turn]
-        if message.keys() == {"role", "content"} and whole.startswith(message["content"], len(prefix)):
+        plain = message.keys() == {"role", "content"} and CLOSE not in message["content"]
+        if plain and self._renderer.appends and whole.startswith(message["content"], len(prefix)):
             return True  # nothing but its words, and they stand there: no need to render it again
         return whole.startswith(self._renderer.text(messages[: turn + 1], tools, opening=False))
 
@@ -105,9 +109,13 @@ class Supervisor:
 
         Control tokens cut a text before anything else happens to it, so only what follows the last one is compared.
         """
+        if not self._renderer.tokens.by_width:  # a piece of text is not tokenised as it is behind others
+            return encoded.ids[:start] == self._renderer.tokens.ids(prefix)
         control = next((i for i in range(start - 1, -1, -1) if self._renderer.is_control(encoded.ids[i])), -1)
         behind = int(encoded.begins[start] - encoded.begins[control + 1])
         tail = prefix.encode()[-behind:].decode() if behind else ""
+        if len(tail) > LONGEST_TAIL:  # no header of the template's, but what somebody said
+            return encoded.ids[control + 1 : start] == self._renderer.tokens.ids(tail)
         if tail not in self._endings:
             self._endings[tail] = self._renderer.tokens.ids(tail)
         return encoded.ids[control + 1 : start] == self._endings[tail]
@@ -118,10 +126,11 @@ class Supervisor:
         documents = []
         for turn, prefix in zip(turns, prefixes, strict=True):
             said = self._renderer.text(messages[: turn + 1], tools, opening=False)
-            if not said.startswith(prefix):
+            prompt = self._renderer.tokens.ids(prefix)
+            answer = self._answer(said, prefix, prompt)
+            if answer is None:
                 self.turns_left_out += 1  # even alone the turn is not what a server would have gone on with
                 continue
-            prompt, answer = self._renderer.tokens.ids(prefix), self._renderer.tokens.ids(said[len(prefix) :])
             end = self._end(answer, 0, len(answer))
             document = Document(prompt + answer[:end], [(len(prompt), len(prompt) + end)])
             documents.append(self._checked(document))
@@ -132,6 +141,16 @@ class Supervisor:
         if not documents:
             raise UnrenderablePrompt("not_on_the_served_prefix")
         return documents
+
+    def _answer(self, said: str, prefix: str, prompt: list[int]) -> list[int] | None:
+        """Token ids of the turn that ``said`` ends with, as they follow ``prompt``; None if they do not."""
+        if not said.startswith(prefix):
+            return None
+        if self._renderer.tokens.by_width:
+            return self._renderer.tokens.ids(said[len(prefix) :])
+        encoded = self._renderer.tokens.encode(said)
+        start = encoded.token_at(len(prefix.encode()))
+        return encoded.ids[start:] if start is not None and encoded.ids[:start] == prompt else None
 
     def _end(self, ids: list[int], start: int, limit: int) -> int:
         """Behind the first token that ends a turn: what follows it the template writes, not the target."""

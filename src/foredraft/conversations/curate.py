@@ -6,11 +6,12 @@ number of rows, and the output depends on the set of rows: not on files' order, 
 """
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from foredraft.artifacts import Manifest, open_artifact, publish
 from foredraft.conversations.config import CurateConfig
 from foredraft.conversations.duplicates import Signatures, SignatureStore, runs_of, signatures_of
 from foredraft.conversations.files import BrokenRow, Chunk, data_files, read_chunks
-from foredraft.conversations.filters import Filters, prompt_text
+from foredraft.conversations.filters import Filters
 from foredraft.conversations.readers import READERS, Draft, UnusableRow
 from foredraft.conversations.schema import (
     Conversation,
@@ -38,6 +39,8 @@ from foredraft.workers import map_in_order
 
 BUCKET_BYTES = 32 << 20
 """Raw bytes for each bucket, and so for each file of the artefact: what one process holds at a time."""
+UNPACKED = 5
+"""How many bytes a packed one becomes, about."""
 
 
 def curate(
@@ -55,7 +58,8 @@ def curate(
     open_artifact(raw, "raw", f"dvc repro fetch@{name}")
     open_artifact(benchmarks, "benchmarks", "dvc repro benchmarks")
     files = data_files(raw)
-    buckets = max(1, -(-sum(path.stat().st_size for path in files) // BUCKET_BYTES))
+    size = sum(path.stat().st_size * (1 if path.suffix in {".json", ".jsonl", ".csv"} else UNPACKED) for path in files)
+    buckets = max(1, -(-size // BUCKET_BYTES))
     account = Account(f"sources.{name}")
     with _spilling(out) as spill:
         index = Index(spill / "index", with_signatures=config.near_duplicate is not None)
@@ -67,7 +71,7 @@ def curate(
         if account.rows_in == 0:
             raise ValueError(f"sources.{name}: no row in {raw} (data files: {len(files)})")
         account.refuse_unusable(config.max_skip_ratio, "curate.max_skip_ratio")
-        account.check(account.kept)
+        account.refuse_nothing()
         chosen = index.choose(source, config, account)
         account.check(len(chosen))
         facts = {"source": name, "kind": source.kind, "licence": source.licence, "answers": source.answers}
@@ -115,18 +119,21 @@ class RowReader:
         self._name, self._source, self._config = name, source, config
         self._spill, self._buckets = spill, buckets
         held_out = [
-            prompt_text(row.messages, [])
+            message["content"]
             for path in sorted(benchmarks.glob("*.parquet"))
             for row in read_conversations(path)
+            for message in row.messages
         ]
         self._filters = Filters(config, held_out)
 
     def __call__(self, chunk: Chunk) -> Found:
         """Read, filter and spill the rows of ``chunk``."""
         found = Found(Account(f"sources.{self._name}"))
+        places: set[str] = set()
         lines: dict[int, list[bytes]] = {}
         runs: list[NDArray[np.uint64]] = []
         for place, draft in self._drafts(chunk):
+            places.add(place)
             if isinstance(draft, UnusableRow | BrokenRow):
                 found.account.skip(str(draft), place, unusable=True)
             elif reason := self._filters.reason_to_drop(draft):
@@ -138,6 +145,7 @@ class RowReader:
                 if self._config.near_duplicate is not None:
                     runs.append(self._runs(draft))
                 lines.setdefault(bucket_of(record["id"], self._buckets), []).append(orjson.dumps(record))
+        found.account.seen = len(places)
         for bucket, part in lines.items():
             with (self._spill / f"{bucket:05d}.{os.getpid()}").open("ab") as stream:
                 stream.writelines(line + b"\n" for line in part)
@@ -151,17 +159,18 @@ class RowReader:
                 continue
             try:
                 for draft in READERS[self._source.format](row, self._source):
-                    yield place, draft
+                    anew = self._source.answers == "generate" and draft.ids is None
+                    yield place, replace(draft, messages=to_answer(draft)) if anew else draft
             except UnusableRow as reason:
                 yield place, reason
 
     def _conversation(self, draft: Draft) -> Conversation:
-        messages = to_answer(draft) if self._source.answers == "generate" else draft.messages
-        identity = conversation_id(messages, draft.tools, draft.ids)
+        tokens = None if draft.ids is None else [draft.ids, draft.mask]
+        identity = conversation_id(draft.messages, draft.tools, tokens)
         group = draft.group or identity
         return Conversation(
             id=identity,
-            messages=messages,
+            messages=draft.messages,
             tools=draft.tools,
             kind=self._source.kind,
             origin=self._name,
@@ -173,18 +182,17 @@ class RowReader:
         )
 
     def _runs(self, draft: Draft) -> NDArray[np.uint64]:
-        """Of what users and tools say, and of answers that are kept: a system prompt may be long and the same for all."""
+        """Of what is said, the system apart: its words may be many and the same for all.
+
+        Of a recorded history that is to be answered only the last message counts, since each step repeats those before it.
+        """
         if draft.ids is not None:
             return runs_of([str(token) for token in draft.ids])
-        passed_over = {"system"} if self._source.answers == "keep" else {"system", "assistant"}
-        said = [
-            word
-            for turn, words in zip(draft.messages, draft.words, strict=True)
-            if turn["role"] not in passed_over
-            for word in words
-        ]
-        tools = orjson.dumps(draft.tools, option=orjson.OPT_SORT_KEYS).hex() if draft.tools else ""
-        return runs_of(said, apart=tools)
+        said = [words for turn, words in zip(draft.messages, draft.pieces, strict=True) if turn["role"] != "system"]
+        if draft.recorded and self._source.answers == "generate":
+            said = said[-1:]
+        tools = json.dumps(draft.tools, sort_keys=True) if draft.tools else ""
+        return runs_of([word for words in said for word in words], apart=tools)
 
 
 class Index:
@@ -242,18 +250,20 @@ def bucket_writer() -> Callable[[tuple[int, Path, Path, list[str]]], int]:
 
 
 def write_bucket(task: tuple[int, Path, Path, list[str]]) -> int:
-    """Write the chosen rows of a bucket by id; of equal conversations the one with the first group stays."""
+    """Write the chosen rows of a bucket by id; of equal conversations the first by group and by its own text stays."""
     bucket, spill, folder, ids = task
     chosen = set(ids)
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, tuple[str, bytes]] = {}
     for path in spill.glob(f"{bucket:05d}.*"):
         with path.open("rb") as stream:
-            for record in map(orjson.loads, stream):
-                known = rows.get(record["id"])
-                if record["id"] in chosen and (known is None or record["group"] < known["group"]):
-                    rows[record["id"]] = record
-    write_records([rows[identity] for identity in ids], folder / f"conversations-{bucket:05d}.parquet")
-    return len(rows)
+            for line in stream:
+                record = orjson.loads(line)
+                if record["id"] in chosen:
+                    mine = (record["group"], line)
+                    rows[record["id"]] = min(mine, rows.get(record["id"], mine))
+    records = [orjson.loads(rows[identity][1]) for identity in ids]
+    write_records(records, folder / f"conversations-{bucket:05d}.parquet")
+    return len(records)
 
 
 def _by_bucket(ids: list[str], buckets: int) -> list[list[str]]:

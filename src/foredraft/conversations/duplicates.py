@@ -21,6 +21,8 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)
 RUN = 5
 """Words in a run. With 16 bands of 8 values, rows that share 0.8 of their runs meet with probability 0.95, 0.9: 0.9999."""
 
+MOST_COMPARED = 512
+"""Of a group that meets in a band; only a flood of rows that are nearly but not quite the same has more."""
 Signatures = NDArray[np.uint32]
 
 
@@ -108,15 +110,15 @@ def _meeting(hashes: NDArray[np.uint64]) -> Iterator[NDArray[np.int64]]:
 def _alike(rows: NDArray[np.int64], file: int, threshold: float) -> Iterator[tuple[int, int]]:
     """Pairs (earlier choice, later choice) of rows, given in the order of choice.
 
-    Each row is compared with those that nothing was like so far: many copies of one row cost one comparison each.
+    A row is compared with every earlier one but copies of one before it, of which there may be many.
     """
-    heads: list[tuple[int, Signatures]] = []
+    earlier: list[tuple[int, Signatures]] = []
     for row in map(int, rows):
         mine = _read(file, row)
-        similar = [head for head, other in heads if np.mean(mine == other) >= threshold]
-        yield from ((head, row) for head in similar)
-        if not similar:
-            heads.append((row, mine))
+        shares = [float(np.mean(mine == other)) for _, other in earlier[:MOST_COMPARED]]
+        yield from ((other, row) for (other, _), share in zip(earlier, shares, strict=False) if share >= threshold)
+        if 1.0 not in shares:
+            earlier.append((row, mine))
 
 
 def _read(file: int, row: int) -> Any:

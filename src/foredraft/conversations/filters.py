@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from foredraft.conversations.config import CurateConfig
-from foredraft.conversations.readers import Draft, words_of
+from foredraft.conversations.readers import Draft, pieces_of, words_among
 
 LANGUAGE_CHARS = 2000
 """A language shows in this much text; the whole would only cost time."""
@@ -28,7 +28,7 @@ class HeldOut:
         self._n = n
         self._runs: set[str] = set()
         self._words: set[str] = set()
-        for words in map(words_of, prompts):
+        for words in (words_among(pieces_of(prompt)) for prompt in prompts):
             self._words.update(words)
             self._runs.update(" ".join(words[i : i + n]) for i in range(max(1, len(words) - n + 1)) if words)
 
@@ -74,7 +74,7 @@ class Filters:
         for reason, pattern in self._patterns.items():
             if pattern.search(text):
                 return reason
-        if any(map(self._held_out.shares_a_run, draft.words)):
+        if any(self._held_out.shares_a_run(words_among(pieces)) for pieces in draft.pieces):
             return "contaminated"
         return None
 

@@ -4,6 +4,7 @@ A reader yields one :class:`Draft` a conversation, and raises :class:`UnusableRo
 holds none; nothing is dropped without being counted.
 """
 
+import hashlib
 import json
 import re
 import string
@@ -36,17 +37,24 @@ class Draft:
     mask: list[int] | None = None
 
     @cached_property
-    def words(self) -> list[list[str]]:
-        """Lower-case words of each message."""
-        return [words_of(message["content"]) for message in self.messages]
+    def pieces(self) -> list[list[str]]:
+        """Words and marks of each message."""
+        return [pieces_of(message["content"]) for message in self.messages]
 
 
-WORD = re.compile(r"\w+")
+UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u0e00-\u0e7f"
+"""Scripts that put no space between words: each of their letters counts as a word."""
+PIECE = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
 
 
-def words_of(text: str) -> list[str]:
-    """Lower-case words."""
-    return WORD.findall(text.lower())
+def pieces_of(text: str) -> list[str]:
+    """Lower-case words, and every other mark alone: `2 + 3` is not `2 - 3`."""
+    return PIECE.findall(text.lower())
+
+
+def words_among(pieces: list[str]) -> list[str]:
+    """The words alone."""
+    return [piece for piece in pieces if piece[0].isalnum() or piece[0] == "_"]
 
 
 Reader = Callable[[dict[str, Any], RowShape], Iterator[Draft]]
@@ -57,7 +65,9 @@ def read_messages(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     messages = row.get("messages", row.get("input"))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    yield Draft(normalise(messages), _tools(row), _group(row, source))
+    if not isinstance(messages, list):
+        raise UnusableRow("no_messages")
+    yield Draft(normalise(_with_system(row, messages)), _tools(row), _group(row, source))
 
 
 def read_prompt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -66,6 +76,8 @@ def read_prompt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     fields = {name for _, name, _, _ in string.Formatter().parse(template) if name}
     if missing := sorted(fields - row.keys()):
         raise UnusableRow(f"no_field_{missing[0]}")
+    if empty := sorted(name for name in fields if row[name] is None):
+        raise UnusableRow(f"nothing_in_field_{empty[0]}")
     text = template.format_map({name: row[name] for name in fields})
     yield Draft(normalise([{"role": "user", "content": text}]), group=_group(row, source))
 
@@ -80,11 +92,12 @@ def read_sharegpt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
 
 
 def read_alpaca(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
-    """Alpaca rows: ``instruction``, with ``input`` behind it where there is one, and ``output``; optional ``system``."""
+    """Alpaca rows: ``instruction``, ``input`` behind it, and ``output``; Dolly's: ``instruction``, ``context``, ``response``."""
     if not isinstance(row.get("instruction"), str):
         raise UnusableRow("no_field_instruction")
-    asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text)
-    yield Draft(normalise(_with_system(row, _exchange(asked, row.get("output")))), group=_group(row, source))
+    asked = "\n\n".join(text for text in (row["instruction"], row.get("input") or row.get("context")) if text)
+    answered = _exchange(asked, row.get("output") or row.get("response"))
+    yield Draft(normalise(_with_system(row, answered)), _tools(row), _group(row, source))
 
 
 def read_pairs(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -98,7 +111,7 @@ def read_pairs(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     if question is None:
         raise UnusableRow("no_question")
     answer = next((row[name] for name in ANSWERS if row.get(name)), None)
-    yield Draft(normalise(_with_system(row, _exchange(question, answer))), group=_group(row, source))
+    yield Draft(normalise(_with_system(row, _exchange(question, answer))), _tools(row), _group(row, source))
 
 
 def read_tokens(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -106,7 +119,7 @@ def read_tokens(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     ids, mask = _integers(row.get("input_ids")), _integers(row.get("loss_mask"))
     if not mask:
         mask = [int(label != IGNORED) for label in _integers(row.get("labels"))]
-    if not ids or min(ids) < 0:
+    if not ids or min(ids) < 0 or max(ids) >= 2**31:
         raise UnusableRow("no_token_ids")
     if not mask or not set(mask) <= {0, 1}:
         raise UnusableRow("no_loss_mask")
@@ -141,12 +154,14 @@ def read_traces(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     Whole messages only; a turn whose last message alone is longer than the window is passed over.
     """
     messages = normalise(row.get("messages"))
+    # Without a field that says so, a trace belongs together: its windows overlap.
+    group = _group(row, source) or hashlib.sha256(repr(messages).encode()).hexdigest()
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     replies.append(len(messages))
     for reply in replies:
         window = _window(messages[:reply], source.window_chars or 0)
         if window and window[-1]["role"] != "assistant":
-            yield Draft(window, _tools(row), _group(row, source), recorded=True)
+            yield Draft(window, _tools(row), group, recorded=True)
 
 
 def read_turns(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -205,9 +220,26 @@ def normalise(messages: Any) -> list[dict[str, Any]]:
         content = _text(message.get("content"))
         if not isinstance(content, str | type(None)):
             raise UnusableRow("content_not_text")
-        kept = {key: value for key, value in message.items() if value is not None}
-        clean.append({**kept, "role": role, "content": content or ""})
+        clean.append({"role": role, "content": content or "", **_what_templates_read(message)})
     return _one_system_message(clean)
+
+
+def _what_templates_read(message: dict[str, Any]) -> dict[str, Any]:
+    """The other fields of a message that templates know, OpenAI's older ``function_call`` as a tool call; nothing else."""
+    kept = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
+    if isinstance(message.get("reasoning_content"), str):
+        kept["reasoning_content"] = message["reasoning_content"]
+    calls = message.get("tool_calls") or []
+    if message.get("function_call"):
+        calls = [{"type": "function", "function": message["function_call"]}]
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise UnusableRow("not_a_tool_call")
+    return {**kept, "tool_calls": calls} if calls else kept
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and "name" in function
 
 
 def _text(content: Any) -> Any:
@@ -293,4 +325,6 @@ def _window(messages: list[dict[str, Any]], budget: int) -> list[dict[str, Any]]
 
 
 def _group(row: dict[str, Any], source: RowShape) -> str:
-    return str(row[source.group]) if source.group and source.group in row else ""
+    if source.group and row.get(source.group) is None:
+        raise UnusableRow(f"no_field_{source.group}")
+    return str(row[source.group]) if source.group else ""

@@ -46,9 +46,9 @@ SCHEMA = pa.schema(
 )
 
 
-def conversation_id(messages: list[dict[str, Any]], tools: list[dict[str, Any]], ids: list[int] | None = None) -> str:
-    """Hash of what the model will see: equal conversations have equal ids, on every machine."""
-    body = json.dumps([messages, tools] if ids is None else ids, sort_keys=True, ensure_ascii=False)
+def conversation_id(messages: list[dict[str, Any]], tools: list[dict[str, Any]], tokens: Any = None) -> str:
+    """Hash of what the model will see (``tokens``: ids and mask of a row that came tokenised), equal on every machine."""
+    body = json.dumps([messages, tools] if tokens is None else tokens, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(body.encode()).hexdigest()[:24]
 
 

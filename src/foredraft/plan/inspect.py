@@ -111,12 +111,13 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def main(arguments: list[str]) -> None:
-    """``inspect SOURCE [SAMPLES]``."""
-    source = arguments[0] if arguments and arguments[0] else ""
-    samples = int(arguments[1]) if len(arguments) > 1 else 3
+    """``inspect SOURCE SAMPLES``."""
+    source, samples = arguments
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110")))
     try:
-        inspect(source, Path("data"), samples, console)
+        if not samples.isdigit():
+            raise ValueError(f"SAMPLES = {samples!r}: expected a number")
+        inspect(source, Path("data"), int(samples), console)
     except (ValueError, ArtifactError, json.JSONDecodeError) as error:
         sys.exit(f"Error: {error}")
 

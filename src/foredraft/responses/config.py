@@ -50,6 +50,8 @@ class RespondConfig(Config):
     """0: greedy."""
     top_p: float = Field(gt=0, le=1)
     seed: int
+    max_skip_ratio: float = Field(gt=0, le=1)
+    """Fail when the template refuses, or no token ids can be proven for, more than this share of the turns."""
     truncated: Rule
     """Answers that ran into ``max_new_tokens``."""
     empty: Rule

@@ -3,8 +3,11 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from foredraft.chat.render import OPEN, Renderer, UnrenderablePrompt
+from foredraft.chat.render import CLOSE, OPEN, Renderer, UnrenderablePrompt
 from foredraft.conversations.schema import Conversation
+
+PROMPT_END = 8
+"""Tokens at the end of a prompt in which an opening tag is looked for."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,13 @@ class Dialogue:
         """Take in the answer to :attr:`prompt_ids`, and go on to the next turn."""
         assert self.prompt_ids is not None
         self.outcome.answers.append(Answer(self.prompt_ids, response_ids, finish_reason))
-        self._said.append(self._tokenizer.decode(response_ids, skip_special_tokens=True))
-        self._next()
+        said = self._tokenizer.decode(response_ids, skip_special_tokens=True)
+        opened = opens_thinking(self._tokenizer.decode(self.prompt_ids[-PROMPT_END:])) or OPEN in said
+        self._said.append(said)
+        if opened and CLOSE not in said and len(self._said) < len(self._places):
+            self.stop("after_unclosed_thinking")  # its thoughts would go into history as if they were its answer
+        else:
+            self._next()
 
     def stop(self, reason: str) -> None:
         """End the conversation here: the answer to :attr:`prompt_ids` cannot be used."""

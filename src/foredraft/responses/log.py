@@ -42,7 +42,7 @@ class AnswerLog:
                 for line in stream:
                     try:
                         records = json.loads(line)
-                    except json.JSONDecodeError:
+                    except ValueError:
                         continue  # cut off by a kill: its group is asked again
                     yield from map(Outcome.from_json, records)
 

@@ -20,7 +20,7 @@ from foredraft.chat.render import Renderer
 from foredraft.conversations.schema import Conversation, open_conversations, read_conversations
 from foredraft.progress import Progress
 from foredraft.responses.config import RespondConfig
-from foredraft.responses.dialogue import Dialogue, Outcome, opens_thinking
+from foredraft.responses.dialogue import PROMPT_END, Dialogue, Outcome, opens_thinking
 from foredraft.responses.local import LocalBackend
 from foredraft.responses.log import AnswerLog
 from foredraft.responses.rules import FAULTS, faults_of
@@ -35,6 +35,8 @@ from foredraft.target.tokenizer import read_tokenizer
 from foredraft.target.weights import checkpoint_folder
 
 Item = TypeVar("Item")
+ON_PURPOSE = {"prompt_too_long", "already_tokenised", "after_a_skipped_turn", "after_unclosed_thinking"}
+"""Reasons for leaving a turn unanswered that are no fault of the source's."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def _answer_all(job: Job, processes: int | None) -> None:
     if processes == 1:
         answer_share(job)
         return
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     launch = LaunchConfig(
@@ -118,23 +121,39 @@ def _answer_all(job: Job, processes: int | None) -> None:
         run_id=f"respond-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=2,
+        max_restarts=0,
     )
-    elastic_launch(launch, answer_share)(job)
+    try:
+        elastic_launch(launch, answer_launched_share)(job)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        told = str(
+            failure.message if isinstance(failure.message, str) else failure.message.get("message", failure.message)
+        )
+        raise ValueError(
+            f"sources.{job.name}: process {rank} of {processes} failed ({told.strip().splitlines()[-1]}); "
+            "answers so far are kept: run it again"
+        ) from error
 
 
-def answer_share(job: Job) -> None:
-    """Answer this process's share of what is not in the log yet; ``RANK`` and ``WORLD_SIZE`` say which that is."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def answer_launched_share(job: Job) -> None:
+    """Answer the share of a process that PyTorch's launcher started; the launcher's variables say which that is."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    answer_share(job, rank, world, f"cuda:{os.environ['LOCAL_RANK']}" if _has_gpu() else None)
+
+
+def answer_share(job: Job, rank: int = 0, world: int = 1, device: str | None = None) -> None:
+    """Answer the ``rank``-th of ``world`` shares of what is not in the log yet."""
     facts = open_interface(job.interface).facts
     tokenizer = read_tokenizer(job.interface)
     renderer = Renderer(tokenizer, job.target.thinking)
     backend: LocalBackend | ServerBackend
     if job.config.backend == "server":
-        backend = ServerBackend(job.config, tokenizer, facts["eos_token_ids"])
+        eos = facts["eos_token_ids"]
+        backend = ServerBackend(job.config, tokenizer, eos, renderer.end_id(eos))
         backend.check()
     else:
-        backend = LocalBackend(job.config, lambda: _load(job), facts["eos_token_ids"])
+        backend = LocalBackend(job.config, lambda: _load(job, device), facts["eos_token_ids"])
     for part in job.parts:
         log = AnswerLog(job.scratch / part.stem, rank)
         rows = list(read_conversations(part))
@@ -149,8 +168,7 @@ def answer_share(job: Job) -> None:
                 progress.advance(len(group))
 
 
-def _load(job: Job) -> Any:
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ and _has_gpu() else None
+def _load(job: Job, device: str | None) -> Any:
     return load_target(checkpoint_folder(job.target, job.fetch), job.target, layer_ids=[0], device=device).model
 
 
@@ -178,12 +196,18 @@ def _answered(backend: LocalBackend | ServerBackend, groups: list[list[Dialogue]
         return
     with ThreadPoolExecutor(backend.concurrency) as threads:
         waiting = {threads.submit(backend.answer, group): group for group in groups}
-        try:
-            for done in as_completed(waiting):
-                done.result()
-                yield waiting[done]
-        finally:
-            threads.shutdown(cancel_futures=True)
+        failure: Exception | None = None
+        for done in as_completed(waiting):
+            if done.cancelled():
+                continue
+            if (error := done.exception()) is None:
+                yield waiting[done]  # also of those that were under way when another failed
+            elif failure is None:
+                failure = error if isinstance(error, Exception) else RuntimeError(str(error))
+                for other in waiting:
+                    other.cancel()
+        if failure:
+            raise failure
 
 
 def even_batches(items: list[Item], largest: int) -> list[list[Item]]:
@@ -207,6 +231,7 @@ def _publish(job: Job, scratch: Scratch, interface: Manifest, out: Path) -> dict
             scratch.write(name, lambda path, rows=usable: write_responses(rows, path))  # type: ignore[misc]
             names.append(name)
     judge.refuse(job.name)
+    account.refuse_unusable(job.config.max_skip_ratio, "respond.max_skip_ratio")
     account.check(judge.kept)
     manifest = Manifest(
         "responses",
@@ -251,8 +276,8 @@ class Judge:
                 Response(row.id, turn, row.split, answer.prompt_ids, answer.response_ids, answer.finish_reason)
             )
         for turn in range(len(outcome.answers), outcome.asked):
-            first = turn == len(outcome.answers)
-            account.skip(outcome.stopped if first else "after_a_skipped_turn", f"conversation {row.id}")
+            reason = outcome.stopped if turn == len(outcome.answers) else "after_a_skipped_turn"
+            account.skip(reason, f"conversation {row.id}", unusable=reason not in ON_PURPOSE)
         self.kept += len(usable)
         self.tokens += sum(len(response.response_ids) for response in usable)
         return usable
@@ -260,7 +285,7 @@ class Judge:
     def _reason_to_drop(self, prompt: list[int], response: list[int], finish_reason: str) -> str | None:
         said = [token for token in response if token not in self._eos]
         text = self._tokenizer.decode(said, skip_special_tokens=True)
-        opened = opens_thinking(self._tokenizer.decode(prompt[-8:]))
+        opened = opens_thinking(self._tokenizer.decode(prompt[-PROMPT_END:]))
         faults = faults_of(text, said, finish_reason, opened, self._config.loop_tokens)
         self.answers += 1
         for fault in faults:

@@ -42,4 +42,6 @@ def periodic_tail(ids: Sequence[int]) -> int:
         length = len(ids) - 1 - position + period
         if length >= REPEATS * period:
             longest = max(longest, length)
+            if longest == len(ids):
+                break  # no longer one can follow
     return longest

@@ -4,6 +4,7 @@ The plain completions endpoint is used, with prompts that the target's own templ
 the one that training sees, and the server's template, parsers and defaults have no say.
 """
 
+import hashlib
 import os
 import random
 import time
@@ -19,6 +20,8 @@ from foredraft.target.generate import cut_at_end
 BUSY = {408, 409, 425, 429, 500, 502, 503, 504}
 """Answers after which it is worth asking again."""
 LONGEST_PAUSE = 60.0
+NO_HABITS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Against the checkpoint's own generation config, which vLLM applies to what a request leaves open."""
 
 
 class ServerBackend:
@@ -29,11 +32,16 @@ class ServerBackend:
     """
 
     def __init__(
-        self, config: RespondConfig, tokenizer: Any, eos: list[int], pause: Callable[[float], None] = time.sleep
+        self,
+        config: RespondConfig,
+        tokenizer: Any,
+        eos: list[int],
+        end_id: int,
+        pause: Callable[[float], None] = time.sleep,
     ):
         assert config.server is not None
         self._config, self._server = config, config.server
-        self._tokenizer, self._eos, self._pause = tokenizer, eos, pause
+        self._tokenizer, self._eos, self._end_id, self._pause = tokenizer, eos, end_id, pause
         self.concurrency = self._server.concurrency
         self._key = f"respond.server.url = {self._server.url}"
 
@@ -41,9 +49,12 @@ class ServerBackend:
         """Bring every dialogue of a group to its end."""
         for dialogue in dialogues:
             while dialogue.prompt_ids is not None:
-                reply = self._ask(dialogue.prompt_ids)
+                reply = self._ask(dialogue.prompt_ids, self._seed(dialogue))
                 choice = reply["choices"][0]
-                ids = self._answer_ids(choice, reply.get("usage") or {})
+                if choice.get("finish_reason") not in {"stop", "length"}:
+                    dialogue.stop("answer_broken_off")
+                    continue
+                ids = self._answer_ids(choice, reply["usage"]["completion_tokens"])
                 if ids is None:
                     dialogue.stop("tokens_not_proven")
                 else:
@@ -57,8 +68,13 @@ class ServerBackend:
         """
         self._request("GET", "models")
 
-    def _ask(self, prompt: list[int]) -> dict[str, Any]:
-        return self._checked(self._request("POST", "completions", self._body(prompt)), len(prompt))
+    def _seed(self, dialogue: Dialogue) -> int:
+        """Another for each turn: servers draw every request from its own seed, and equal ones would draw alike."""
+        text = f"{self._config.seed} {dialogue.outcome.id} {len(dialogue.outcome.answers)}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+    def _ask(self, prompt: list[int], seed: int) -> dict[str, Any]:
+        return self._checked(self._request("POST", "completions", self._body(prompt, seed)), len(prompt))
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> requests.Response:
         """The server's reply, asked for again while it is away or busy."""
@@ -84,16 +100,16 @@ class ServerBackend:
             "is the server up? Answers so far are kept"
         )
 
-    def _body(self, prompt: list[int]) -> dict[str, Any]:
+    def _body(self, prompt: list[int], seed: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._server.model,
             "max_tokens": self._config.max_new_tokens,
             "temperature": self._config.temperature,
             "top_p": self._config.top_p,
-            "seed": self._config.seed,
+            "seed": seed,
         }
         if self._server.token_ids:
-            return {**body, "prompt": prompt, "return_token_ids": True}
+            return {**body, **NO_HABITS, "prompt": prompt, "return_token_ids": True}
         return {**body, "prompt": self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False)}
 
     def _checked(self, reply: requests.Response, prompt_tokens: int) -> dict[str, Any]:
@@ -102,11 +118,15 @@ class ServerBackend:
             raise ValueError(f"{url}: refuses with HTTP {reply.status_code}: {_said(reply)}")
         try:
             content = reply.json()
-            seen = (content.get("usage") or {}).get("prompt_tokens")
             choice = content["choices"][0]
         except (requests.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{url}: not a completions endpoint ({error!r}); it should end in /v1") from error
-        if seen is not None and seen != prompt_tokens:
+        usage = content.get("usage") or {}
+        if usage.get("prompt_tokens") is None or usage.get("completion_tokens") is None:
+            raise ValueError(
+                f"{url}: does not say how many tokens it saw and made (usage); what it says cannot be proven"
+            )
+        if (seen := usage["prompt_tokens"]) != prompt_tokens:
             raise ValueError(
                 f"{url}: saw {seen} tokens in a prompt of {prompt_tokens}: "
                 "it serves another tokenizer than the target's, or adds tokens of its own"
@@ -115,24 +135,16 @@ class ServerBackend:
             raise ValueError(f"{url}: sends no token ids; set respond.server.token_ids: false")
         return content
 
-    def _answer_ids(self, choice: dict[str, Any], usage: dict[str, Any]) -> list[int] | None:
-        """The answer's ids; from text only if they are as many as the server generated."""
-        stopped = choice.get("finish_reason") == "stop"
+    def _answer_ids(self, choice: dict[str, Any], counted: int) -> list[int] | None:
+        """The answer's ids; from text only if they are as many as the server says it generated, its end included."""
         if self._server.token_ids:
-            ids = cut_at_end(list(choice["token_ids"]), set(self._eos))
-            return [*ids, self._eos_token()] if stopped and (not ids or ids[-1] not in self._eos) else ids
-        ids = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
-        if any(token in self._eos for token in ids):
-            ids = cut_at_end(ids, set(self._eos))
-        elif stopped:
-            ids = [*ids, self._eos_token()]
-        counted = usage.get("completion_tokens")
-        # Servers count the end-of-turn token, or do not.
-        return ids if counted in {None, len(ids), len(ids) - stopped} else None
-
-    def _eos_token(self) -> int:
-        own = self._tokenizer.eos_token_id
-        return own if own in self._eos else self._eos[0]
+            ids = list(choice["token_ids"])
+        else:
+            ids = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+        ids = cut_at_end(ids, set(self._eos))
+        if choice["finish_reason"] == "stop" and (not ids or ids[-1] not in self._eos):
+            ids.append(self._end_id)
+        return ids if self._server.token_ids or len(ids) == counted else None
 
 
 def _authorisation() -> dict[str, str]:

@@ -1,9 +1,12 @@
 """The target's own answers, by Transformers: training data, and what speculation must reproduce."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from foredraft.target.frozen import attends_to_everything
 
@@ -56,7 +59,7 @@ def batched_answers(
         input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     # Transformers draws from the global generator: it is ours while it does.
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), _no_habits(model):
         torch.manual_seed(sampling.seed)
         output = model.generate(
             input_ids.to(model.device),
@@ -70,6 +73,17 @@ def batched_answers(
     return [cut_at_end(answer, set(eos)) for answer in output[:, longest:].tolist()]
 
 
+@contextmanager
+def _no_habits(model: Any) -> Iterator[None]:
+    """Set aside what the checkpoint says of generating (a repetition penalty, ...): it would fill what is left open."""
+    habits = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = habits
+
+
 def continuous_answers(
     model: Any, prompts: list[list[int]], max_new_tokens: int, eos: list[int], sampling: Sampling, warmup: bool = True
 ) -> list[list[int]]:
@@ -78,15 +92,16 @@ def continuous_answers(
     Raises:
         RuntimeError: a request failed; says why.
     """
-    from transformers import ContinuousBatchingConfig, GenerationConfig
+    from transformers import ContinuousBatchingConfig
 
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=eos[0], **sampling.settings()
     )
     drawn = ContinuousBatchingConfig(seed=sampling.seed)
-    found = model.generate_batch(
-        prompts, generation_config=config, continuous_batching_config=drawn, warmup=warmup, progress_bar=False
-    )
+    with _no_habits(model):
+        found = model.generate_batch(
+            prompts, generation_config=config, continuous_batching_config=drawn, warmup=warmup, progress_bar=False
+        )
     outputs = [found[name] for name in sorted(found, key=lambda name: int(name.rpartition("_")[2]))]
     if failed := next((output.error for output in outputs if output.error), None) or len(outputs) != len(prompts):
         raise RuntimeError(f"continuous batching: {len(outputs)} of {len(prompts)} prompts answered ({failed})")

@@ -92,20 +92,25 @@ class Preparer:
         self._name, self._config, self._answers = name, config, answers
         self._vocab_rows = facts["vocab_rows"]
         self._supervisor: Supervisor | None = None
+        self._bos_id: int | None = None
         if answers == "keep":
             tokenizer = read_tokenizer(interface)
             renderer = Renderer(tokenizer, thinking)
-            self._supervisor = Supervisor(renderer, facts["eos_token_ids"], tokenizer.bos_token_id)
+            self._bos_id = tokenizer.bos_token_id
+            self._supervisor = Supervisor(renderer, facts["eos_token_ids"], self._bos_id)
 
     def __call__(self, task: Task) -> Prepared:
         """Prepare the rows of one file, or of one group of its rows."""
         path, group = task
         prepared = Prepared(Account(f"sources.{self._name}"))
+        account = prepared.account
         if self._answers == "generate":
             for turns in conversations_of(path):
+                account.seen += 1
                 self._take_answered(turns, prepared)
         else:
             for row in read_conversations(path, group):
+                account.seen += 1
                 self._take_kept(row, prepared)
         return prepared
 
@@ -120,6 +125,9 @@ class Preparer:
         assert self._supervisor is not None
         place = f"conversation {row.id}"
         if row.input_ids is not None and row.loss_mask is not None:
+            if self._bos_id is not None and row.input_ids[:2] == [self._bos_id] * 2:
+                prepared.account.skip("doubled_bos", place, unusable=True)
+                return
             self._take_tokenised(row.input_ids, row.loss_mask, row.split, place, prepared)
             return
         before = self._supervisor.turns_left_out
@@ -140,6 +148,9 @@ class Preparer:
         cut_ids, cut_mask = np.array(ids[:limit], dtype=np.int32), np.array(mask[:limit], dtype=np.uint8)
         if cut_mask.sum() < self._config.min_supervised_tokens:
             prepared.account.skip("too_few_supervised", place)
+            return
+        if cut_mask.all():
+            prepared.account.skip("mask_all_ones", place, unusable=True)
             return
         if cut_ids.max() >= self._vocab_rows:
             raise ValueError(

@@ -92,7 +92,7 @@ def read_sharegpt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
 
 
 def read_alpaca(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
-    """Alpaca rows: ``instruction``, ``input`` behind it, and ``output``; Dolly's: ``instruction``, ``context``, ``response``."""
+    """Alpaca rows: ``instruction``, ``input``, ``output``; Dolly's: ``instruction``, ``context``, ``response``."""
     if not isinstance(row.get("instruction"), str):
         raise UnusableRow("no_field_instruction")
     asked = "\n\n".join(text for text in (row["instruction"], row.get("input") or row.get("context")) if text)

@@ -6,10 +6,12 @@ How many processes is a matter of the machine, never of params: outputs do not d
 import itertools
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 Task = TypeVar("Task")
@@ -31,7 +33,7 @@ def worker_count() -> int:
     text = os.environ.get("FOREDRAFT_WORKERS", "")
     if not text:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not text.isdigit() or text == "0":
+    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
         raise ValueError(f"FOREDRAFT_WORKERS = {text!r}: expected a whole number above zero")
     return int(text)
 
@@ -84,10 +86,19 @@ def _in_processes(
 
 def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
     global _work
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     try:
         _work = make()
     except Exception as error:  # of a worker that does not start a pool would only say that it died
         _work = error
+
+
+def _leave_with_parent() -> None:
+    """End this process when the one that asked for it has ended: killed, it could tell nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _do(task: Any) -> Any:

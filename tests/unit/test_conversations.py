@@ -1,6 +1,7 @@
 import gzip
 import json
 import random
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from foredraft.benchmarks.build import build_benchmarks
 from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.conversations.config import CurateConfig
 from foredraft.conversations.curate import bucket_of, curate, split_of, to_answer
-from foredraft.conversations.files import read_chunks, read_rows
+from foredraft.conversations.files import data_files, read_chunks, read_rows
 from foredraft.conversations.filters import HeldOut
 from foredraft.conversations.readers import (
     Draft,
@@ -195,6 +196,12 @@ USER, ANSWER, SYSTEM = (
         ({"question": "Hi", "answer": "Yes"}, [USER, ANSWER]),
         ({"prompt": "Hi"}, [USER]),
         ({"system": "Be kind", "messages": [USER]}, [SYSTEM, USER]),
+        ({"system": "Be kind", "prompt": [USER], "response": "Yes"}, [SYSTEM, USER, ANSWER]),
+        ({"question": [USER], "answer": [ANSWER]}, [USER, ANSWER]),
+        ({"problem": "Hi", "answer": "42", "solution": "Yes"}, [USER, ANSWER]),
+        ({"messages": json.dumps([USER, ANSWER])}, [USER, ANSWER]),
+        ({"messages": None, "prompt": "Hi"}, [USER]),
+        ({"input": [USER]}, [USER]),
         (
             {"instruction": "Add", "context": "1, 2", "response": "Yes"},
             [{"role": "user", "content": "Add\n\n1, 2"}, ANSWER],
@@ -217,6 +224,7 @@ def test_a_row_is_recognised_by_its_fields(row: dict[str, Any], messages: list[d
         ({"conversations": "Hi"}, "no_messages"),
         ({"conversations": [{"from": "robot", "value": "Hi"}]}, "unknown_role"),
         ({"instruction": 3}, "no_field_instruction"),
+        ({"instruction": "Add", "input": 5}, "field_not_text"),
         ({"prompt": ["Hi"]}, "no_question"),
         ({"messages": [{**ANSWER, "tool_calls": "look()"}]}, "not_a_tool_call"),
         ({"messages": [{**ANSWER, "tool_calls": [{"function": "f"}]}]}, "not_a_tool_call"),
@@ -264,6 +272,62 @@ def test_openais_older_function_calls_are_tool_calls() -> None:
         "content": "",
         "tool_calls": [{"type": "function", "function": call}],
     }
+
+
+def test_patterns_see_what_is_thought_and_called(tmp_path: Path) -> None:
+    call = {"function": {"name": "mail", "arguments": {"to": "me@example.org"}}}
+    rows = [
+        {"messages": [USER, {**ANSWER, "tool_calls": [call]}, {"role": "tool", "content": "sent"}]},
+        {"messages": [USER, {**ANSWER, "reasoning_content": "me@example.org"}]},
+        {"messages": [USER, {**ANSWER, "content": "Write to me@example.org"}]},
+        {"messages": [{"role": "user", "content": "a fine question"}, ANSWER]},
+    ]
+    assert curated(tmp_path, rows, source(answers="keep"), min_prompt_chars=1).counts["skipped"] == {"personal_data": 3}
+
+
+def test_what_no_json_can_hold_costs_its_row(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    when = [
+        {"prompt": "A fine question", "tools": [{"name": "f", "since": datetime(2026, 1, 1)}]},
+        {"prompt": "Another one"},
+    ]
+    with publish(raw, Manifest("raw")) as building:
+        pq.write_table(pa.Table.from_pylist(when), building / "0.parquet")
+        (building / "1.json").write_text('[{"prompt": "half a pair \\ud800"}, {"prompt": "A third question"}]')
+    curate("s", source(), CONFIG, raw, make_benchmarks(tmp_path, ["unrelated"]), tmp_path / "out")
+    assert open_conversations(tmp_path / "out", "s")[0].counts["skipped"] == {"not_json": 2}
+
+
+@pytest.mark.parametrize("content", ["a,b\n1,2\n1,2,3\n", 'a\n"open', ""])
+def test_a_broken_csv_names_its_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.csv").write_text(content)
+    with pytest.raises(ValueError, match=r"x.csv: cannot be read as CSV") as caught:
+        list(read_rows(tmp_path / "x.csv"))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_arrow_stream_without_its_end_and_an_empty_archive_are_refused(tmp_path: Path) -> None:
+    with (
+        pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, pa.schema([("a", pa.int64())])) as out,
+    ):
+        for n in range(3):
+            out.write_batch(pa.record_batch({"a": [n]}))
+    assert len(list(read_rows(tmp_path / "x.arrow"))) == 3
+    (tmp_path / "x.arrow").write_bytes((tmp_path / "x.arrow").read_bytes()[:-8])
+    (tmp_path / "x.jsonl.gz").write_bytes(b"")
+    for name, problem in {"x.arrow": "it has no end", "x.jsonl.gz": "it is empty"}.items():
+        with pytest.raises(ValueError, match=rf"{name}: damaged.*{problem}"):
+            list(read_rows(tmp_path / name))
+
+
+def test_a_folder_that_datasets_saved_and_capital_suffixes_are_data(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list([{"prompt": "one"}]).save_to_disk(tmp_path / "saved")
+    (tmp_path / "B.JSONL").write_text("{}")
+    names = [path.name for path in data_files(tmp_path)]
+    assert names[0] == "B.JSONL" and len(names) == 2 and names[1].endswith(".arrow")
 
 
 def test_a_group_that_a_row_does_not_have_is_no_group() -> None:
@@ -314,8 +378,10 @@ def test_traces_give_a_window_before_each_assistant_turn() -> None:
         {"role": role, "content": text}
         for role, text in zip(roles, ["1234", "56", "789", "x", "y" * 11, "z"], strict=True)
     ]
-    windows = [[m["content"] for m in draft.messages] for draft in read_traces({"messages": messages}, shape)]
+    found = list(read_traces({"messages": messages}, shape))
+    windows = [[m["content"] for m in draft.messages] for draft in found if isinstance(draft, Draft)]
     assert windows == [["1234"], ["1234", "56", "789"]]
+    assert [str(reason) for reason in found if isinstance(reason, UnusableRow)] == ["longer_than_window"]
 
 
 def test_every_row_is_accounted_for(tmp_path: Path) -> None:

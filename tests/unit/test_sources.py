@@ -1,4 +1,5 @@
 import hashlib
+import re
 import zipfile
 from pathlib import Path
 
@@ -119,3 +120,31 @@ def test_a_local_file_that_changed_after_it_was_fetched_is_seen(tmp_path: Path) 
     assert not changed_on_disk(source, raw)
     rows.write_text('{"prompt": "Hi"}\n')
     assert changed_on_disk(source, raw)
+    other = source.model_copy(update={"uri": f"file:{tmp_path}/other.jsonl"})
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    assert not changed_on_disk(other, raw), "another source is for DVC to see"
+    rows.unlink()
+    assert not changed_on_disk(source, raw), "a machine that has only what was fetched can go on"
+
+
+def test_a_file_by_the_manifests_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    source = SourceConfig(uri=f"file:{tmp_path}/manifest.json", kind="general", licence="MIT", format="auto")
+    with pytest.raises(ValueError, match="holds a file named manifest.json"):
+        fetch(source, FETCH, tmp_path / "raw")
+    assert not (tmp_path / "raw").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "prompt", "template": "{"}, "template '{'"),
+        ({"format": "prompt", "template": "no field"}, "expected plain {field} placeholders"),
+        ({"format": "prompt", "template": "{a:d}"}, "expected plain {field} placeholders"),
+        ({"format": "tokens"}, "format tokens needs answers: keep"),
+        ({"format": "traces", "window_chars": 9, "answers": "keep"}, "format traces needs answers: generate"),
+    ],
+)
+def test_a_source_that_cannot_work_is_refused_before_it_runs(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SourceConfig(**{"uri": "file:x", "kind": "general", "licence": "MIT", **changes})

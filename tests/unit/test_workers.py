@@ -2,13 +2,18 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from foredraft.accounts import Account
 from foredraft.workers import AHEAD, map_in_order, worker_count
+from tests.conftest import ROOT
 
 
 def squarer(offset: int) -> Callable[[int], int]:
@@ -24,6 +29,14 @@ def fragile() -> Callable[[int], int]:
         if n == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return n
+
+    return work
+
+
+def note_and_sleep() -> Callable[[str], None]:
+    def work(folder: str) -> None:
+        (Path(folder) / str(os.getpid())).touch()
+        time.sleep(120)
 
     return work
 
@@ -65,6 +78,22 @@ def test_a_worker_that_is_killed_is_one_clear_line() -> None:
     with pytest.raises(ValueError, match=r"a worker process died .*FOREDRAFT_WORKERS=1") as caught:
         list(map_in_order(fragile, range(8), 2))
     assert "\n" not in str(caught.value)
+
+
+def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    code = "import tests.unit.test_workers as t; list(t.map_in_order(t.note_and_sleep, [str(t.sys.argv[1])] * 8, 2))"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env={**os.environ, "PYTHONPATH": "src"}
+    )
+    deadline = time.monotonic() + 60
+    while len(noted := list(tmp_path.iterdir())) < 2:
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    while any(Path(f"/proc/{path.name}").exists() for path in noted):
+        assert time.monotonic() < deadline, "a worker outlived its parent"
+        time.sleep(0.05)
 
 
 def test_an_exception_of_the_work_comes_through() -> None:

@@ -50,7 +50,9 @@ def _prompts(name: str, benchmark: RowShape, raw: Path, max_chars: int) -> tuple
         try:
             (draft,) = READERS[benchmark.format](row, benchmark)
         except UnusableRow as reason:
-            skipped[str(reason)] += 1
+            draft = reason
+        if isinstance(draft, UnusableRow):
+            skipped[str(draft)] += 1
             continue
         identity = conversation_id(draft.messages, draft.tools)
         if sum(len(message["content"]) for message in draft.messages) > max_chars:

@@ -2,7 +2,7 @@
 
 import re
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from foredraft.params import Config
 from foredraft.sources.config import Kind
@@ -52,6 +52,12 @@ class CurateConfig(Config):
     @field_validator("languages")
     @classmethod
     def _check_languages(cls, languages: list[str] | None) -> list[str] | None:
-        if languages is not None and not all(re.fullmatch("[a-z]{2}", code) for code in languages):
+        if languages is not None and not (languages and all(re.fullmatch("[a-z]{2}", code) for code in languages)):
             raise ValueError(f"{languages}: expected ISO 639-1 codes such as en")
         return languages
+
+    @model_validator(mode="after")
+    def _check_chars(self) -> "CurateConfig":
+        if self.min_prompt_chars > self.max_prompt_chars:
+            raise ValueError(f"min_prompt_chars = {self.min_prompt_chars} is more than max_prompt_chars")
+        return self

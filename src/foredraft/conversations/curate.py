@@ -24,9 +24,9 @@ from foredraft.accounts import Account
 from foredraft.artifacts import Manifest, open_artifact, publish
 from foredraft.conversations.config import CurateConfig
 from foredraft.conversations.duplicates import Signatures, SignatureStore, runs_of, signatures_of
-from foredraft.conversations.files import BrokenRow, Chunk, data_files, read_chunks
+from foredraft.conversations.files import DATA_SUFFIXES, BrokenRow, Chunk, data_files, read_chunks
 from foredraft.conversations.filters import Filters
-from foredraft.conversations.readers import READERS, Draft, UnusableRow
+from foredraft.conversations.readers import READERS, TOO_LONG_FOR_WINDOW, Draft, UnusableRow
 from foredraft.conversations.schema import (
     Conversation,
     conversation_id,
@@ -69,7 +69,8 @@ def curate(
             index.add(found)
         index.close()
         if account.rows_in == 0:
-            raise ValueError(f"sources.{name}: no row in {raw} (data files: {len(files)})")
+            known = f"; files that end in {', '.join(DATA_SUFFIXES)} are read" if not files else ""
+            raise ValueError(f"sources.{name}: no row in {raw} (data files: {len(files)}{known})")
         account.refuse_unusable(config.max_skip_ratio, "curate.max_skip_ratio")
         account.refuse_nothing()
         chosen = index.choose(source, config, account)
@@ -135,7 +136,7 @@ class RowReader:
         for place, draft in self._drafts(chunk):
             places.add(place)
             if isinstance(draft, UnusableRow | BrokenRow):
-                found.account.skip(str(draft), place, unusable=True)
+                found.account.skip(str(draft), place, unusable=str(draft) != TOO_LONG_FOR_WINDOW)
             elif reason := self._filters.reason_to_drop(draft):
                 found.account.skip(reason, place)
             else:
@@ -159,10 +160,15 @@ class RowReader:
                 continue
             try:
                 for draft in READERS[self._source.format](row, self._source):
-                    anew = self._source.answers == "generate" and draft.ids is None
-                    yield place, replace(draft, messages=to_answer(draft)) if anew else draft
+                    if isinstance(draft, Draft) and draft.ids is None and self._source.answers == "generate":
+                        draft = replace(draft, messages=to_answer(draft))
+                    if isinstance(draft, Draft):
+                        json.dumps([draft.messages, draft.tools], ensure_ascii=False).encode()
+                    yield place, draft
             except UnusableRow as reason:
                 yield place, reason
+            except (TypeError, UnicodeEncodeError):  # a date out of Parquet, half a surrogate pair
+                yield place, UnusableRow("not_json")
 
     def _conversation(self, draft: Draft) -> Conversation:
         tokens = None if draft.ids is None else [draft.ids, draft.mask]

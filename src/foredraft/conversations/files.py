@@ -21,6 +21,7 @@ DATA_SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow", ".csv")
 CHUNK_BYTES = 4 << 20
 CHUNK_ROWS = 2000
 UNREADABLE = (OSError, EOFError, zlib.error, zstd.ZstdError, pa.ArrowException)
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 BOM = b"\xef\xbb\xbf"
 
 
@@ -54,10 +55,11 @@ class Chunk:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The data files below ``folder``, sorted; licences and the manifest are not data."""
-    return sorted(
-        path for path in folder.rglob("*") if path.name.endswith(DATA_SUFFIXES) and path.name != "manifest.json"
-    )
+    """The data files below ``folder``, sorted; not licences, the manifest, or notes of ``datasets``."""
+    found = [path for path in folder.rglob("*") if path.name.lower().endswith(DATA_SUFFIXES)]
+    arrow = {path.parent for path in found if path.suffix == ".arrow"}
+    about = {parent / name for parent in arrow for name in ("state.json", "dataset_info.json")}
+    return sorted(path for path in found if path.name != "manifest.json" and path not in about)
 
 
 def read_rows(path: Path, key: str | None = None) -> Iterator[dict[str, Any]]:
@@ -121,15 +123,16 @@ def _json_chunks(path: Path, key: str | None) -> Iterator[Chunk]:
 
 def _opened(path: Path) -> Any:
     """The file's content, unpacked as it is read; one that is cut off raises at its end."""
-    if path.suffix == ".gz":
-        return gzip.open(path)
-    return zstd.open(path) if path.suffix == ".zst" else path.open("rb")
+    opener: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix)
+    if opener and path.stat().st_size == 0:
+        raise EOFError("it is empty")
+    return opener(path) if opener else path.open("rb")
 
 
 def _whole(content: bytes, path: Path, key: str | None) -> list[Any]:
     try:
         rows = json.loads(content)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: neither a JSON array of rows nor a row a line ({error})") from error
     if key is not None:
         if not isinstance(rows, dict) or key not in rows:
@@ -162,6 +165,10 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 def _arrow_rows(path: Path) -> Iterator[Any]:
     """An Arrow IPC stream, as ``datasets`` writes it, or an IPC file, as Feather does."""
+    with path.open("rb") as end:
+        end.seek(-min(8, path.stat().st_size), 2)
+        if not end.read().endswith((END_OF_STREAM, b"ARROW1")):
+            raise EOFError("it has no end")
     with pa.memory_map(str(path)) as source:
         try:
             batches: Any = pa.ipc.open_stream(source)
@@ -175,8 +182,11 @@ def _arrow_rows(path: Path) -> Iterator[Any]:
 def _csv_rows(path: Path) -> Iterator[Any]:
     import pandas as pd
 
-    for table in pd.read_csv(path, dtype=str, keep_default_na=False, chunksize=CHUNK_ROWS):
-        yield from ({str(key): value for key, value in row.items()} for row in table.to_dict("records"))
+    try:
+        for table in pd.read_csv(path, dtype=str, keep_default_na=False, chunksize=CHUNK_ROWS):
+            yield from ({str(key): value for key, value in row.items()} for row in table.to_dict("records"))
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read as CSV ({' '.join(str(error).split())})") from error
 
 
 def _parse(line: bytes) -> Any:
@@ -187,7 +197,7 @@ def _parse(line: bytes) -> Any:
 
 
 def _parse_leniently(line: bytes) -> Any:
-    """What Python's own parser takes and the fast one does not: NaN, big integers."""
+    """What Python's own parser takes and the fast one does not, such as NaN."""
     try:
         row = json.loads(line.decode("utf-8"))
         json.dumps(row, ensure_ascii=False).encode("utf-8")

@@ -10,12 +10,17 @@ from foredraft.conversations.readers import Draft, pieces_of, words_among
 
 LANGUAGE_CHARS = 2000
 """A language shows in this much text; the whole would only cost time."""
+TELLING_CHARS = 40
+"""In fewer letters it does not show."""
 
 
 def prompt_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-    """All that a prompt says, tool schemas included, for lengths and overlaps."""
-    parts = [message["content"] for message in messages]
-    return "\n".join([*parts, *(json.dumps(tool, sort_keys=True) for tool in tools)])
+    """All that is said, in words, thoughts and calls, and the tools' schemas: for lengths and patterns."""
+    parts: list[str] = []
+    for message in messages:
+        parts += filter(None, [message["content"], message.get("reasoning_content")])
+        parts += [json.dumps(call, sort_keys=True, ensure_ascii=False) for call in message.get("tool_calls", [])]
+    return "\n".join([*parts, *(json.dumps(tool, sort_keys=True, ensure_ascii=False) for tool in tools)])
 
 
 class HeldOut:
@@ -69,7 +74,7 @@ class Filters:
             return "too_short"
         if len(text) > self._config.max_prompt_chars:
             return "too_long"
-        if self._config.languages is not None and _language(draft.messages) not in self._config.languages:
+        if self._config.languages is not None and _language(draft.messages) not in {None, *self._config.languages}:
             return "other_language"
         for reason, pattern in self._patterns.items():
             if pattern.search(text):
@@ -79,9 +84,9 @@ class Filters:
         return None
 
 
-def _language(messages: list[dict[str, Any]]) -> str:
-    """The likeliest language of what the user says."""
+def _language(messages: list[dict[str, Any]]) -> str | None:
+    """The likeliest language of what the user says; None where that is too little to tell."""
     import py3langid
 
     said = "\n".join(message["content"] for message in messages if message["role"] == "user")
-    return py3langid.classify(said[:LANGUAGE_CHARS])[0]
+    return py3langid.classify(said[:LANGUAGE_CHARS])[0] if len(said) >= TELLING_CHARS else None

@@ -1,7 +1,7 @@
 """Row of a known shape -> conversations in OpenAI's message form.
 
 A reader yields one :class:`Draft` a conversation, and raises :class:`UnusableRow` with a named reason for a row that
-holds none; nothing is dropped without being counted.
+holds none (or yields it, where the row holds others); nothing is dropped without being counted.
 """
 
 import hashlib
@@ -57,12 +57,12 @@ def words_among(pieces: list[str]) -> list[str]:
     return [piece for piece in pieces if piece[0].isalnum() or piece[0] == "_"]
 
 
-Reader = Callable[[dict[str, Any], RowShape], Iterator[Draft]]
+Reader = Callable[[dict[str, Any], RowShape], Iterator[Draft | UnusableRow]]
 
 
 def read_messages(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     """OpenAI chat rows: ``messages`` (or ``input``), optional ``tools``."""
-    messages = row.get("messages", row.get("input"))
+    messages = _from_json(row.get("messages") or row.get("input"))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list):
@@ -84,7 +84,7 @@ def read_prompt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
 
 def read_sharegpt(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     """ShareGPT rows: ``conversations`` of ``from`` and ``value``, or of ``role`` and ``content``; optional ``system``."""
-    turns = row.get("conversations", row.get("conversation"))
+    turns = _from_json(row.get("conversations") or row.get("conversation"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UnusableRow("no_messages")
     messages = [_sharegpt_message(turn) for turn in turns]
@@ -95,23 +95,26 @@ def read_alpaca(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     """Alpaca rows: ``instruction``, ``input``, ``output``; Dolly's: ``instruction``, ``context``, ``response``."""
     if not isinstance(row.get("instruction"), str):
         raise UnusableRow("no_field_instruction")
-    asked = "\n\n".join(text for text in (row["instruction"], row.get("input") or row.get("context")) if text)
+    parts = [row["instruction"], row.get("input") or row.get("context") or ""]
+    if not all(isinstance(part, str) for part in parts):
+        raise UnusableRow("field_not_text")
+    asked = "\n\n".join(filter(None, parts))
     answered = _exchange(asked, row.get("output") or row.get("response"))
     yield Draft(normalise(_with_system(row, answered)), _tools(row), _group(row, source))
 
 
 def read_pairs(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     """A question and its answer under any of their usual names, or a question alone; either may be a list of messages."""
-    if _is_messages(row.get("prompt")):
-        answered = row.get("completion") or []
-        messages = [*row["prompt"], *(answered if isinstance(answered, list) else _exchange("", answered)[1:])]
-        yield Draft(normalise(messages), _tools(row), _group(row, source))
-        return
-    question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
+    question = next(
+        (row[name] for name in QUESTIONS if isinstance(row.get(name), str) or _is_messages(row.get(name))), None
+    )
     if question is None:
         raise UnusableRow("no_question")
     answer = next((row[name] for name in ANSWERS if row.get(name)), None)
-    yield Draft(normalise(_with_system(row, _exchange(question, answer))), _tools(row), _group(row, source))
+    messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    if answer is not None:
+        messages = [*messages, *(answer if _is_messages(answer) else [{"role": "assistant", "content": answer}])]
+    yield Draft(normalise(_with_system(row, messages)), _tools(row), _group(row, source))
 
 
 def read_tokens(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
@@ -130,10 +133,10 @@ def read_tokens(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     yield Draft([], group=_group(row, source), ids=ids, mask=mask)
 
 
-def read_auto(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
+def read_auto(row: dict[str, Any], source: RowShape) -> Iterator[Draft | UnusableRow]:
     """Read a row by the reader that its fields name."""
     for fields, reader in SHAPES:
-        if any(field in row for field in fields):
+        if any(row.get(field) is not None for field in fields):
             yield from reader(row, source)
             return
     raise UnusableRow("unknown_shape")
@@ -148,10 +151,10 @@ def read_bfcl(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     yield Draft(normalise(turns[0]), tools, _group(row, source), recorded=True)
 
 
-def read_traces(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
+def read_traces(row: dict[str, Any], source: RowShape) -> Iterator[Draft | UnusableRow]:
     """A recorded agent trace: one prompt for each assistant turn, with as much history as ``window_chars`` holds.
 
-    Whole messages only; a turn whose last message alone is longer than the window is passed over.
+    Whole messages only; a turn whose last message alone is longer than the window is left out.
     """
     messages = normalise(row.get("messages"))
     # Without a field that says so, a trace belongs together: its windows overlap.
@@ -159,8 +162,11 @@ def read_traces(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     replies.append(len(messages))
     for reply in replies:
-        window = _window(messages[:reply], source.window_chars or 0)
-        if window and window[-1]["role"] != "assistant":
+        asked = messages[:reply]
+        window = _window(asked, source.window_chars or 0)
+        if asked and asked[-1]["role"] != "assistant" and not window:
+            yield UnusableRow(TOO_LONG_FOR_WINDOW)
+        elif window and window[-1]["role"] != "assistant":
             yield Draft(window, _tools(row), group, recorded=True)
 
 
@@ -180,13 +186,15 @@ SHAREGPT_ROLES = {
 }
 IGNORED = -100
 QUESTIONS = ("prompt", "question", "query", "problem")
-ANSWERS = ("response", "completion", "answer", "solution")
+ANSWERS = ("response", "completion", "solution", "answer")
+TOO_LONG_FOR_WINDOW = "longer_than_window"
 SHAPES: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("input_ids",), read_tokens),
     (("messages",), read_messages),
     (("conversations", "conversation"), read_sharegpt),
     (("instruction",), read_alpaca),
     (QUESTIONS, read_pairs),
+    (("input",), read_messages),
 )
 """Fields that give a row's shape away, and its reader."""
 
@@ -283,6 +291,16 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UnusableRow("tools_not_json")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _from_json(value: Any) -> Any:
+    """What a cell that can hold only text holds, where that is JSON; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value
 
 
 def _is_messages(value: Any) -> bool:

@@ -30,7 +30,7 @@ def inspect(source: str, data: Path, samples: int, console: Console) -> None:
         ValueError: params have no such source; names those that there are.
         ArtifactError: nothing of it is there yet.
     """
-    sources = read_params(Path("params.yaml"))["sources"]
+    sources = read_params(Path("params.yaml")).get("sources") or {}
     if source not in sources:
         raise ValueError(f"no source {source!r} in params.yaml; there are: {', '.join(sources)}")
     manifests = {stage: found for stage in FOLDERS if (found := _manifest(data / FOLDERS[stage] / source)) is not None}
@@ -81,6 +81,10 @@ def sample_panels(documents: list[tuple[str, Any, Any]], target: Path, colour: b
     """Documents as text: what is supervised is green, or where there is no colour, between brackets."""
     from foredraft.target.tokenizer import read_tokenizer
 
+    if not target.is_dir():
+        raise ArtifactError(
+            target, "is not there, and its tokenizer is needed", "run: dvc repro target, or dvc pull target"
+        )
     tokenizer: Any = read_tokenizer(target)
     for title, ids, mask in documents:
         shown = Text()
@@ -107,7 +111,10 @@ def _first_documents(folder: Path, manifest: Manifest, count: int) -> list[tuple
 
 def _manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
-    return Manifest.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    try:
+        return Manifest.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ValueError as error:
+        raise ArtifactError(path, str(error), "rerun or pull it") from error
 
 
 def main(arguments: list[str]) -> None:

@@ -119,6 +119,7 @@ class ServerBackend:
         try:
             content = reply.json()
             choice = content["choices"][0]
+            choice["token_ids" if "token_ids" in choice else "text"]
         except (requests.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{url}: not a completions endpoint ({error!r}); it should end in /v1") from error
         usage = content.get("usage") or {}

@@ -1,5 +1,6 @@
 """What a user says of a source of conversations, and of the download."""
 
+import string
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -54,7 +55,23 @@ class RowShape(Origin):
         needs = {"prompt": "template", "traces": "window_chars"}.get(self.format)
         if needs and getattr(self, needs) is None:
             raise ValueError(f"format {self.format} needs {needs}")
+        if self.template is not None:
+            check_template(self.template)
         return self
+
+
+def check_template(template: str) -> None:
+    """Refuse a template that is none.
+
+    Raises:
+        ValueError: braces that do not match, or no plain ``{field}`` in it.
+    """
+    try:
+        fields = [part[1:] for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"template {template!r}: {error}; a brace of its own is written twice") from error
+    if not fields or not all(str(name).isidentifier() and not spec and not turned for name, spec, turned in fields):
+        raise ValueError(f"template {template!r}: expected plain {{field}} placeholders")
 
 
 class SourceConfig(RowShape):
@@ -65,6 +82,13 @@ class SourceConfig(RowShape):
     """``generate``: the target answers what is asked. ``keep``: the rows' answers already are the target's."""
     limit: int | None = Field(default=None, gt=0)
     """At most this many conversations, chosen by hash, so that raising it only adds."""
+
+    @model_validator(mode="after")
+    def _check_answers(self) -> "SourceConfig":
+        fixed = {"tokens": "keep", "prompt": "generate", "traces": "generate", "bfcl": "generate", "turns": "generate"}
+        if self.answers != fixed.get(self.format, self.answers):
+            raise ValueError(f"format {self.format} needs answers: {fixed[self.format]}")
+        return self
 
 
 class FetchConfig(Config):

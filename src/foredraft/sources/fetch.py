@@ -18,6 +18,8 @@ def fetch(source: SourceConfig, config: FetchConfig, out: Path) -> None:
     manifest = Manifest("raw", facts={"uri": source.uri, "sha256": source.sha256})
     with publish(out, manifest) as folder:
         download(source, config, folder, keep=True)
+        if (folder / MANIFEST).exists():
+            raise ValueError(f"{source.uri}: holds a file named {MANIFEST}, which is the name of our own; rename it")
     forget(source.uri)  # only now: sealing reads every byte, and may be stopped
 
 
@@ -28,5 +30,7 @@ def changed_on_disk(source: SourceConfig, raw: Path) -> bool:
         return False
     fetched = Manifest.from_json((raw / MANIFEST).read_text(encoding="utf-8"))
     path = Path(uri.name)
+    if fetched.facts["uri"] != source.uri or not path.exists():
+        return False  # another source, which DVC sees, or a machine that has only what was fetched
     found = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sorted(map(file_digest, found)) != sorted(record.sha256 for record in fetched.files.values())

@@ -1,6 +1,8 @@
 """How the target is asked, and what of an answer is kept."""
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from foredraft.conversations.schema import Conversation, to_record, write_record
 from foredraft.responses.config import RespondConfig
 from foredraft.responses.dialogue import Answer, Dialogue, Outcome, places_to_answer
 from foredraft.responses.log import AnswerLog
-from foredraft.responses.respond import Judge, even_batches, respond
+from foredraft.responses.respond import Judge, _answered, even_batches, respond
 from foredraft.responses.rules import faults_of, periodic_tail
 from foredraft.responses.schema import Response, open_responses, read_responses
 from foredraft.sources.config import FetchConfig
@@ -177,6 +179,25 @@ def test_processes_share_the_work_and_the_bytes_are_the_same(
         "answers-001.jsonl",
     }
     assert open_responses(tmp_path / "one", "s")[0] == open_responses(tmp_path / "two", "s")[0]
+
+
+def test_when_one_of_several_requests_fails_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend:
+        concurrency = 2
+
+        def answer(self, group: list[Any]) -> None:
+            if group == ["bad"]:
+                started.wait(10)
+                raise ValueError("no answer")
+            started.set()
+            time.sleep(0.05)
+
+    started = threading.Event()
+    found: list[Any] = []
+    with pytest.raises(ValueError, match="no answer"):
+        for group in _answered(Backend(), [["bad"], ["under way"], *(["later"] for _ in range(50))]):  # type: ignore[arg-type, list-item]
+            found.append(group)
+    assert ["under way"] in found and found.count(["later"]) < 50
 
 
 def test_kept_answers_go_on_as_they_are(target: TargetConfig, interface: Path, tmp_path: Path) -> None:

@@ -194,20 +194,25 @@ def _answered(backend: LocalBackend | ServerBackend, groups: list[list[Dialogue]
             backend.answer(group)
             yield group
         return
-    with ThreadPoolExecutor(backend.concurrency) as threads:
-        waiting = {threads.submit(backend.answer, group): group for group in groups}
-        failure: Exception | None = None
+    threads = ThreadPoolExecutor(backend.concurrency)
+    waiting = {threads.submit(backend.answer, group): group for group in groups}
+    failure: BaseException | None = None
+    try:
         for done in as_completed(waiting):
             if done.cancelled():
                 continue
             if (error := done.exception()) is None:
                 yield waiting[done]  # also of those that were under way when another failed
             elif failure is None:
-                failure = error if isinstance(error, Exception) else RuntimeError(str(error))
+                failure = error
                 for other in waiting:
                     other.cancel()
-        if failure:
-            raise failure
+    finally:
+        for other in waiting:
+            other.cancel()
+        threads.shutdown()
+    if failure:
+        raise failure
 
 
 def even_batches(items: list[Item], largest: int) -> list[list[Item]]:

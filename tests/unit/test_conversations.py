@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,7 @@ from foredraft.artifacts import Manifest, publish
 from foredraft.benchmarks.build import build_benchmarks
 from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.conversations.config import CurateConfig
-from foredraft.conversations.curate import bucket_of, curate, split_of, to_answer
+from foredraft.conversations.curate import _by_bucket, bucket_of, curate, split_of, to_answer
 from foredraft.conversations.files import data_files, read_chunks, read_rows
 from foredraft.conversations.filters import HeldOut
 from foredraft.conversations.readers import (
@@ -595,6 +596,11 @@ def test_ids_fall_into_buckets_in_their_order() -> None:
     ids = sorted(conversation_id([{"n": n}], []) for n in range(200))
     buckets = [bucket_of(identity, 7) for identity in ids]
     assert buckets == sorted(buckets) and set(buckets) == set(range(7))
+    parts = _by_bucket(np.array(ids, dtype="S24"), 7)
+    assert [[identity.decode() for identity in part] for part in parts] == [
+        [identity for identity, bucket in zip(ids, buckets, strict=True) if bucket == number] for number in range(7)
+    ]
+    assert [len(part) for part in _by_bucket(np.array(ids, dtype="S24"), 1)] == [200]
 
 
 def source(limit: int | None = None, answers: str = "generate") -> SourceConfig:

@@ -37,6 +37,7 @@ from foredraft.conversations.schema import (
 from foredraft.sources.config import SourceConfig
 from foredraft.workers import map_in_order
 
+Ids = NDArray[np.bytes_]
 BUCKET_BYTES = 32 << 20
 """Raw bytes for each bucket, and so for each file of the artefact: what one process holds at a time."""
 UNPACKED = 5
@@ -78,8 +79,9 @@ def curate(
         facts = {"source": name, "kind": source.kind, "licence": source.licence, "answers": source.answers}
         manifest = Manifest("conversations", counts=account.counts(), facts=facts)
         with publish(out, manifest) as folder:
-            kept = [(bucket, spill, folder, ids) for bucket, ids in enumerate(_by_bucket(chosen, buckets)) if ids]
-            written = sum(map_in_order(bucket_writer, kept))
+            parts = enumerate(_by_bucket(chosen, buckets))
+            tasks = ((bucket, spill, folder, ids) for bucket, ids in parts if len(ids))
+            written = sum(map_in_order(bucket_writer, tasks))
             assert written == len(chosen), f"{written} rows written, {len(chosen)} chosen"
     return account.counts()
 
@@ -202,7 +204,7 @@ class RowReader:
 
 
 class Index:
-    """Ids (in memory, 24 bytes each) and signatures (on disk) of all rows that passed the filters."""
+    """Ids (in memory, 24 letters each) and signatures (on disk) of all rows that passed the filters."""
 
     def __init__(self, folder: Path, with_signatures: bool):
         self._ids: list[Any] = []
@@ -220,7 +222,7 @@ class Index:
         if self._store:
             self._store.close()
 
-    def choose(self, source: SourceConfig, config: CurateConfig, account: Account) -> list[str]:
+    def choose(self, source: SourceConfig, config: CurateConfig, account: Account) -> Ids:
         """Ids of the rows to keep, ascending; the others are moved to their reasons in ``account``."""
         ids = np.concatenate(self._ids)
         order = np.argsort(ids, kind="stable")
@@ -231,9 +233,10 @@ class Index:
         if self._store and config.near_duplicate is not None:
             alike = self._store.near_duplicates(order, config.near_duplicate) & ~repeated
             account.drop("near_duplicate", int(alike.sum()))
-        kept = [identity.decode() for identity in ids[order[~(repeated | alike)[order]]]]
-        weight = config.weights.get(source.kind, 1.0)
-        chosen = [identity for identity in kept if share_position(identity) < weight]
+        kept = ids[order[~(repeated | alike)[order]]]
+        chosen = kept
+        if (weight := config.weights.get(source.kind, 1.0)) < 1:
+            chosen = kept[np.fromiter((share_position(identity) < weight for identity in kept), np.bool_, len(kept))]
         account.drop("over_weight", len(kept) - len(chosen))
         limited = chosen[: source.limit]
         account.drop("over_limit", len(chosen) - len(limited))
@@ -245,19 +248,20 @@ def bucket_of(identity: str, buckets: int) -> int:
     return int(identity[:8], 16) * buckets >> 32
 
 
-def share_position(identity: str) -> float:
+def share_position(identity: bytes) -> float:
     """Where an id lies between 0 and 1, by other bits than those that order ids."""
     return int(identity[12:], 16) / 16 ** len(identity[12:])
 
 
-def bucket_writer() -> Callable[[tuple[int, Path, Path, list[str]]], int]:
+def bucket_writer() -> Callable[[tuple[int, Path, Path, Ids]], int]:
     """What a process needs to write buckets: nothing that would have to be built."""
     return write_bucket
 
 
-def write_bucket(task: tuple[int, Path, Path, list[str]]) -> int:
+def write_bucket(task: tuple[int, Path, Path, Ids]) -> int:
     """Write the chosen rows of a bucket by id; of equal conversations the first by group and by its own text stays."""
-    bucket, spill, folder, ids = task
+    bucket, spill, folder, chosen_ids = task
+    ids = [identity.decode() for identity in chosen_ids]
     chosen = set(ids)
     rows: dict[str, tuple[str, bytes]] = {}
     for path in spill.glob(f"{bucket:05d}.*"):
@@ -272,11 +276,10 @@ def write_bucket(task: tuple[int, Path, Path, list[str]]) -> int:
     return len(records)
 
 
-def _by_bucket(ids: list[str], buckets: int) -> list[list[str]]:
-    parts: list[list[str]] = [[] for _ in range(buckets)]
-    for identity in ids:
-        parts[bucket_of(identity, buckets)].append(identity)
-    return parts
+def _by_bucket(ids: Ids, buckets: int) -> list[Ids]:
+    """Ascending ids, cut where :func:`bucket_of` begins another bucket."""
+    first = [b"%08x" % -(-(bucket << 32) // buckets) for bucket in range(1, buckets)]
+    return np.split(ids, np.searchsorted(ids, np.array(first, dtype="S24")))
 
 
 @contextmanager

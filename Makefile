@@ -81,20 +81,12 @@ pull: venv  ## fetch what the next run needs, and run what is out of date
 
 peers: .peers/zlab/complete .peers/specforge/complete  ## make the environments of other people's code, for the oracle tests and bench-data
 
-.peers/zlab/complete: requirements-peers-zlab.lock .venv/complete
-	rm -rf .peers/zlab
-	$(PYTHON) -m venv .peers/zlab
-	.peers/zlab/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers-zlab.lock
+.peers/%/complete: requirements-peers-%.lock .venv/complete
+	rm -rf .peers/$*
+	$(PYTHON) -m venv .peers/$*
+	.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$(.peers/zlab/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_torch.pth"
-	touch $@
-
-.peers/specforge/complete: requirements-peers-specforge.lock .venv/complete
-	rm -rf .peers/specforge
-	$(PYTHON) -m venv .peers/specforge
-	.peers/specforge/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers-specforge.lock
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$(.peers/specforge/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_torch.pth"
+		> "$$(.peers/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_torch.pth"
 	touch $@
 
 bench-data: .peers/specforge/complete  ## rows/s, tokens/s and memory of curate and prepare beside SpecForge's

@@ -79,7 +79,7 @@ class Scratch:
         digests = {name: self._digest(name).read_text(encoding="utf-8") for name in names}
         with publish(out, manifest, digests) as building:
             for name in names:
-                _link(self.path / name, building / name)
+                link(self.path / name, building / name)
 
     def _digest(self, name: str) -> Path:
         return self.path / f"{name}.sha256"
@@ -107,9 +107,11 @@ def open_scratch(stage: str, key: str) -> Iterator[Scratch]:
         lock.release()
 
 
-def _link(source: Path, target: Path) -> None:
+def link(source: Path, target: Path) -> Path:
+    """Give a file a second name (a copy only across file systems); returns ``target``."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+    return target

@@ -18,15 +18,8 @@ from foredraft.conversations.config import CurateConfig
 from foredraft.conversations.curate import _by_bucket, bucket_of, curate, split_of, to_answer
 from foredraft.conversations.files import data_files, read_chunks, read_rows
 from foredraft.conversations.filters import HeldOut
-from foredraft.conversations.readers import (
-    Draft,
-    UnusableRow,
-    normalise,
-    pieces_of,
-    read_auto,
-    read_messages,
-    read_traces,
-)
+from foredraft.conversations.messages import UnusableRow, normalise, pieces_of
+from foredraft.conversations.readers import Draft, read_auto, read_messages, read_traces
 from foredraft.conversations.schema import Conversation, conversation_id, open_conversations, read_conversations
 from foredraft.sources.config import FetchConfig, RowShape, SourceConfig
 

@@ -112,7 +112,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 @pytest.mark.parametrize("content", [None, "", "absent"])
 @pytest.mark.parametrize("arguments", [{"at": 1690876800}, '{"at": 1690876800}'])
 def test_a_tool_call_without_content_is_supervised_and_none_is_no_word(content: str | None, arguments: Any) -> None:
-    from foredraft.conversations.readers import normalise
+    from foredraft.conversations.messages import normalise
 
     call = {**CALL, "function": {"name": "look", "arguments": arguments}}
     turn = {"role": "assistant", "content": content, "tool_calls": [call]}

@@ -8,7 +8,8 @@ from typing import Any
 from foredraft.artifacts import Manifest, open_artifact, publish
 from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.conversations.files import data_files, read_rows
-from foredraft.conversations.readers import READERS, UnusableRow
+from foredraft.conversations.messages import UnusableRow
+from foredraft.conversations.readers import READERS
 from foredraft.conversations.schema import Conversation, conversation_id, read_conversations, to_record, write_records
 from foredraft.sources.config import FetchConfig, RowShape
 from foredraft.sources.download import download

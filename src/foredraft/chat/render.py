@@ -111,7 +111,13 @@ class Renderer:
             UnrenderablePrompt: the template raises.
         """
         try:
-            return self._text(messages, tools, opening)
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                add_generation_prompt=opening,
+                tokenize=False,
+                enable_thinking=self._thinking,
+            )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UnrenderablePrompt("template_refuses") from error
 
@@ -143,15 +149,6 @@ class Renderer:
             return self.text(messages, list(tools), opening=False)
         except UnrenderablePrompt:
             return None
-
-    def _text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], opening: bool = True) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools or None,
-            add_generation_prompt=opening,
-            tokenize=False,
-            enable_thinking=self._thinking,
-        )
 
 
 def with_tools_in_system(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ from foredraft.conversations.config import CurateConfig
 from foredraft.conversations.duplicates import Signatures, SignatureStore, runs_of, signatures_of
 from foredraft.conversations.files import DATA_SUFFIXES, BrokenRow, Chunk, data_files, read_chunks
 from foredraft.conversations.filters import Filters
-from foredraft.conversations.readers import READERS, TOO_LONG_FOR_WINDOW, Draft, UnusableRow
+from foredraft.conversations.messages import UnusableRow
+from foredraft.conversations.readers import READERS, TOO_LONG_FOR_WINDOW, Draft
 from foredraft.conversations.schema import (
     Conversation,
     conversation_id,
@@ -139,15 +140,21 @@ class RowReader:
             places.add(place)
             if isinstance(draft, UnusableRow | BrokenRow):
                 found.account.skip(str(draft), place, unusable=str(draft) != TOO_LONG_FOR_WINDOW)
-            elif reason := self._filters.reason_to_drop(draft):
-                found.account.skip(reason, place)
-            else:
-                found.account.keep()
-                record = to_record(self._conversation(draft))
-                found.ids.append(record["id"])
-                if self._config.near_duplicate is not None:
-                    runs.append(self._runs(draft))
-                lines.setdefault(bucket_of(record["id"], self._buckets), []).append(orjson.dumps(record))
+                continue
+            try:
+                if reason := self._filters.reason_to_drop(draft):
+                    found.account.skip(reason, place)
+                    continue
+                row = self._conversation(draft)
+                line = orjson.dumps(to_record(row))
+            except (TypeError, UnicodeEncodeError):  # a date out of Parquet, half a surrogate pair
+                found.account.skip("not_json", place, unusable=True)
+                continue
+            found.account.keep()
+            found.ids.append(row.id)
+            lines.setdefault(bucket_of(row.id, self._buckets), []).append(line)
+            if self._config.near_duplicate is not None:
+                runs.append(self._runs(draft))
         found.account.seen = len(places)
         for bucket, part in lines.items():
             with (self._spill / f"{bucket:05d}.{os.getpid()}").open("ab") as stream:
@@ -164,13 +171,9 @@ class RowReader:
                 for draft in READERS[self._source.format](row, self._source):
                     if isinstance(draft, Draft) and draft.ids is None and self._source.answers == "generate":
                         draft = replace(draft, messages=to_answer(draft))
-                    if isinstance(draft, Draft):
-                        json.dumps([draft.messages, draft.tools], ensure_ascii=False).encode()
                     yield place, draft
             except UnusableRow as reason:
                 yield place, reason
-            except (TypeError, UnicodeEncodeError):  # a date out of Parquet, half a surrogate pair
-                yield place, UnusableRow("not_json")
 
     def _conversation(self, draft: Draft) -> Conversation:
         tokens = None if draft.ids is None else [draft.ids, draft.mask]
@@ -271,9 +274,9 @@ def write_bucket(task: tuple[int, Path, Path, Ids]) -> int:
                 if record["id"] in chosen:
                     mine = (record["group"], line)
                     rows[record["id"]] = min(mine, rows.get(record["id"], mine))
-    records = [orjson.loads(rows[identity][1]) for identity in ids]
-    write_records(records, folder / f"conversations-{bucket:05d}.parquet")
-    return len(records)
+    # Only a group's rows are ever held as more than their lines.
+    write_records((orjson.loads(rows[identity][1]) for identity in ids), folder / f"conversations-{bucket:05d}.parquet")
+    return len(ids)
 
 
 def _by_bucket(ids: Ids, buckets: int) -> list[Ids]:

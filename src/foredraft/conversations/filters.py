@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from foredraft.conversations.config import CurateConfig
-from foredraft.conversations.readers import Draft, pieces_of, words_among
+from foredraft.conversations.messages import pieces_of, words_among
+from foredraft.conversations.readers import Draft
 
 LANGUAGE_CHARS = 2000
 """A language shows in this much text; the whole would only cost time."""

@@ -6,19 +6,14 @@ holds none (or yields it, where the row holds others); nothing is dropped withou
 
 import hashlib
 import json
-import re
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from foredraft.conversations.schema import ROLES
+from foredraft.conversations.messages import UnusableRow, normalise, pieces_of
 from foredraft.sources.config import RowShape
-
-
-class UnusableRow(Exception):
-    """A row that cannot become a conversation; the message is the counted reason."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +35,6 @@ class Draft:
     def pieces(self) -> list[list[str]]:
         """Words and marks of each message."""
         return [pieces_of(message["content"]) for message in self.messages]
-
-
-UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u0e00-\u0e7f"
-"""Scripts that put no space between words: each of their letters counts as a word."""
-PIECE = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
-
-
-def pieces_of(text: str) -> list[str]:
-    """Lower-case words, and every other mark alone: `2 + 3` is not `2 - 3`."""
-    return PIECE.findall(text.lower())
-
-
-def words_among(pieces: list[str]) -> list[str]:
-    """The words alone."""
-    return [piece for piece in pieces if piece[0].isalnum() or piece[0] == "_"]
 
 
 Reader = Callable[[dict[str, Any], RowShape], Iterator[Draft | UnusableRow]]
@@ -178,7 +158,6 @@ def read_turns(row: dict[str, Any], source: RowShape) -> Iterator[Draft]:
     yield Draft(normalise([{"role": "user", "content": turns[0]}]), group=_group(row, source))
 
 
-OPENAI_ROLES = {"developer": "system", "function": "tool"}
 SHAREGPT_ROLES = {
     "human": "user",
     "observation": "tool",
@@ -210,53 +189,6 @@ READERS: dict[str, Reader] = {
     "traces": read_traces,
     "turns": read_turns,
 }
-
-
-def normalise(messages: Any) -> list[dict[str, Any]]:
-    """Check roles and turn null or absent content into the empty string; every other field is kept.
-
-    Raises:
-        UnusableRow: not a list of messages, or a role that no template knows.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise UnusableRow("no_messages")
-    clean = []
-    for message in messages:
-        role = str(message.get("role")) if isinstance(message, dict) else ""
-        if (role := OPENAI_ROLES.get(role, role)) not in ROLES:
-            raise UnusableRow("unknown_role")
-        content = _text(message.get("content"))
-        if not isinstance(content, str | type(None)):
-            raise UnusableRow("content_not_text")
-        clean.append({"role": role, "content": content or "", **_what_templates_read(message)})
-    return _one_system_message(clean)
-
-
-def _what_templates_read(message: dict[str, Any]) -> dict[str, Any]:
-    """The other fields of a message that templates know, OpenAI's older ``function_call`` as a tool call; nothing else."""
-    kept = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
-    if isinstance(message.get("reasoning_content"), str):
-        kept["reasoning_content"] = message["reasoning_content"]
-    calls = message.get("tool_calls") or []
-    if message.get("function_call"):
-        calls = [{"type": "function", "function": message["function_call"]}]
-    if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise UnusableRow("not_a_tool_call")
-    return {**kept, "tool_calls": calls} if calls else kept
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    return isinstance(function, dict) and "name" in function
-
-
-def _text(content: Any) -> Any:
-    """Text of a list of content parts, if all are text; anything else as it is."""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    return content
 
 
 def _sharegpt_message(turn: dict[str, Any]) -> dict[str, Any]:
@@ -319,19 +251,6 @@ def _exchange(question: str, answer: Any) -> list[dict[str, Any]]:
 
 def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": row["system"]}, *messages] if row.get("system") else messages
-
-
-def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join system messages that follow each other; where nobody but the system speaks last, it is the user's turn."""
-    joined: list[dict[str, Any]] = []
-    for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == "system" and message is not messages[-1]:
-            joined[-1] = {"role": "system", "content": f"{joined[-1]['content']}\n\n{message['content']}"}
-        else:
-            joined.append(message)
-    if joined[-1]["role"] == "system":
-        joined[-1] = {**joined[-1], "role": "user"}
-    return joined
 
 
 def _window(messages: list[dict[str, Any]], budget: int) -> list[dict[str, Any]]:

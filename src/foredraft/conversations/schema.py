@@ -6,8 +6,9 @@ rows whose tool arguments differ in type.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,12 @@ def to_record(row: Conversation) -> dict[str, Any]:
     return {**vars(row), **texts}
 
 
-def write_records(records: list[dict[str, Any]], path: Path) -> None:
-    """Write rows as Parquet, in the order given."""
-    pq.write_table(pa.Table.from_pylist(records, schema=SCHEMA), path, row_group_size=GROUP_ROWS)
+def write_records(records: Iterable[dict[str, Any]], path: Path) -> None:
+    """Write rows as Parquet, in the order given, a group at a time."""
+    rows = iter(records)
+    with pq.ParquetWriter(path, SCHEMA) as writer:
+        while group := list(islice(rows, GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
 
 
 def row_groups(path: Path) -> int:

@@ -25,8 +25,9 @@ class AnswerLog:
         line = json.dumps([outcome.to_json() for outcome in outcomes], separators=(",", ":"))
         with self._path.open("a+b") as stream:
             # After a line that was cut off, begin a new one.
-            if stream.tell() and _last_byte(self._path) != b"\n":
-                stream.write(b"\n")
+            if stream.tell():
+                stream.seek(-1, os.SEEK_END)
+                line = line if stream.read(1) == b"\n" else f"\n{line}"
             stream.write(line.encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
@@ -45,9 +46,3 @@ class AnswerLog:
                     except ValueError:
                         continue  # cut off by a kill: its group is asked again
                     yield from map(Outcome.from_json, records)
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read(1)

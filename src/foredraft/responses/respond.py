@@ -6,16 +6,14 @@ a source's answers already are the target's, its conversations go on as they are
 
 import itertools
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from foredraft.accounts import Account
-from foredraft.artifacts import Manifest
+from foredraft.artifacts import Manifest, publish
 from foredraft.chat.render import Renderer
 from foredraft.conversations.schema import Conversation, open_conversations, read_conversations
 from foredraft.progress import Progress
@@ -26,7 +24,7 @@ from foredraft.responses.log import AnswerLog
 from foredraft.responses.rules import FAULTS, faults_of
 from foredraft.responses.schema import Response, write_responses
 from foredraft.responses.server import ServerBackend
-from foredraft.scratch import Scratch, open_scratch, work_fingerprint
+from foredraft.scratch import Scratch, link, open_scratch, work_fingerprint
 from foredraft.sources.config import FetchConfig
 from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
@@ -74,29 +72,27 @@ def respond(
     """
     source, parts = open_conversations(conversations, name)
     interface_manifest = open_interface(interface)
-    keep = source.facts["answers"] == "keep"
-    asking = {} if keep else {**config.asking(), "target": target.model_dump()}
+    if source.facts["answers"] == "keep":
+        return _pass_on(source, interface_manifest.contract, parts, out)
+    asking = {**config.asking(), "target": target.model_dump()}
     key = work_fingerprint("respond", asking, {"source": source, "target": interface_manifest})
     with open_scratch(f"respond-{name}", key) as scratch:
-        if keep:
-            return _pass_on(source, interface_manifest.contract, parts, scratch, out)
         job = Job(name, config, target, fetch, interface, parts, scratch.path)
         _answer_all(job, processes)
         return _publish(job, scratch, interface_manifest, out)
 
 
-def _pass_on(
-    source: Manifest, contract: dict[str, Any], parts: list[Path], scratch: Scratch, out: Path
-) -> dict[str, Any]:
-    """Publish the conversations themselves."""
-    for path in parts:
-        scratch.write(path.name, partial(shutil.copyfile, path))
+def _pass_on(source: Manifest, contract: dict[str, Any], parts: list[Path], out: Path) -> dict[str, Any]:
+    """Publish the conversations themselves, by a second name."""
     rows = source.counts["rows_out"]
     counts = {"rows_in": rows, "rows_out": rows, "skipped": {}}
     manifest = Manifest(
         "responses", contract={**contract, "response_origin": "keep"}, counts=counts, facts={"answers": "keep"}
     )
-    scratch.publish(out, manifest, [path.name for path in parts])
+    digests = {name: record.sha256 for name, record in source.files.items()}
+    with publish(out, manifest, digests) as folder:
+        for path in parts:
+            link(path, folder / path.name)
     return counts
 
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from foredraft.artifacts import file_digest
 from foredraft.progress import Progress
-from foredraft.scratch import scratch_root
+from foredraft.scratch import link, scratch_root
 from foredraft.sources.config import FetchConfig, Origin
 from foredraft.sources.hub import Repository, gather
 from foredraft.sources.package import pip_download
@@ -102,7 +102,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _from_hub(uri: Uri, config: FetchConfig, store: Path, into: Path) -> list[Path]:
     names = gather(Repository("dataset", uri.name, uri.revision), uri.member, config, store)
-    return [_link(store / name, into / name) for name in names]
+    return [link(store / name, into / name) for name in names]
 
 
 def _from_disk(source: Path, into: Path) -> list[Path]:
@@ -125,7 +125,7 @@ def _from_url(url: str, config: FetchConfig, store: Path, into: Path) -> list[Pa
             transfer(url, partial(opener, url, config.stall_seconds), target, config, progress.reach)
         except Refused as error:
             raise ValueError(f"{url}: cannot be downloaded ({error})") from error
-    return [_link(target, into / name)]
+    return [link(target, into / name)]
 
 
 def _check_digest(origin: Origin, path: Path | None) -> None:
@@ -134,12 +134,3 @@ def _check_digest(origin: Origin, path: Path | None) -> None:
     if (digest := file_digest(path)) != origin.sha256:
         forget(origin.uri)
         raise ValueError(f"{origin.uri}: has sha256 {digest}, expected {origin.sha256}")
-
-
-def _link(source: Path, target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copyfile(source, target)
-    return target

@@ -19,12 +19,15 @@ from foredraft.target.config import TargetConfig
 @folder_option("--target", "Artefact of target.")
 @folder_option("--out", "Artefact to write.")
 @folder_option("--metrics", "Row account to write.")
-def main(params: Path, source: str, tokens: Path, target: Path, out: Path, metrics: Path) -> None:
+@click.option("--join", is_flag=True, help="Help the machine that does this, on a scratch folder that both see.")
+def main(params: Path, source: str, tokens: Path, target: Path, out: Path, metrics: Path, join: bool) -> None:
     """Read the tokens of SOURCE with the target; keep tapped states and top-k."""
     config = load_section(params, "extract", ExtractConfig)
     model = load_section(params, "target", TargetConfig)
     fetch = load_section(params, "fetch", FetchConfig)
-    write_json(metrics, extract(source, config, model, fetch, tokens, target, out))
+    account = extract(source, config, model, fetch, tokens, target, out, join)
+    if not join:
+        write_json(metrics, account)
 
 
 if __name__ == "__main__":

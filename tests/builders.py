@@ -1,20 +1,31 @@
 """Small artefacts made by the library's own code on a tiny target."""
 
+import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from foredraft.artifacts import Manifest, publish
+from foredraft.features.batching import ShardPlan
 from foredraft.features.config import ExtractConfig
-from foredraft.features.engine import read_features
-from foredraft.features.layout import write_features
+from foredraft.features.engine import read_shard
+from foredraft.features.reading import Reader
+from foredraft.features.storing import Store
+from foredraft.scratch import Scratch
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.interface import Interface
 from foredraft.tokens.shards import TokenShard, pack
 from tests.conftest import HIDDEN, TAPS, VOCABULARY, tiny_llama
 
 EXTRACT = ExtractConfig(
-    target_layer_ids=TAPS, top_k=4, batch_tokens=64, shard_tokens=200, storage="bfloat16", truth_check_documents=2
+    target_layer_ids=TAPS,
+    top_k=4,
+    batch_tokens=64,
+    shard_tokens=200,
+    storage="bfloat16",
+    kernels="auto",
+    truth_check_documents=2,
 )
 
 
@@ -29,6 +40,26 @@ def some_documents(count: int, seed: int, low: int = 10, high: int = 30) -> Toke
     return pack(documents)
 
 
+def one_batch_plan(documents: list[tuple[Tensor, Tensor]], name: str, rows: int = 1000) -> ShardPlan:
+    """A plan of documents in the order given, ``rows`` of them in a batch."""
+    numbers = list(range(len(documents)))
+    batches = tuple(tuple(numbers[start : start + rows]) for start in range(0, len(numbers), rows))
+    return ShardPlan(name, "tokens", batches, tuple(len(ids) for ids, _ in documents))
+
+
+def write_features(
+    target: FrozenTarget, shard: TokenShard, path: Path, storage: torch.dtype = torch.bfloat16, rows: int = 1000
+) -> Path:
+    """Read the documents of ``shard`` in their order and write the feature shard ``path``."""
+    documents = [shard.document(index) for index in range(len(shard))]
+    plan = one_batch_plan(documents, path.name, rows)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        scratch = Scratch(Path(folder))
+        with Store(scratch, "tiny", target.layer_ids, lambda _tokens: None) as store:
+            read_shard(Reader(target, storage, EXTRACT.top_k), store, plan, documents)
+        return (scratch.path / path.name).rename(path)
+
+
 def make_features(folder: Path, target: FrozenTarget, documents: int = 12) -> Path:
     """A features artefact with two train shards and one validation shard."""
     files = {"train-00000": (documents, 1), "train-00001": (documents, 2), "validation-00000": (4, 3)}
@@ -36,8 +67,7 @@ def make_features(folder: Path, target: FrozenTarget, documents: int = 12) -> Pa
         folder, Manifest("features", contract={"target_layer_ids": list(TAPS), "response_origin": "keep"})
     ) as building:
         for name, (count, seed) in files.items():
-            shard = read_features(target, some_documents(count, seed), EXTRACT)
-            write_features(shard, building / f"{name}.safetensors")
+            write_features(target, some_documents(count, seed), building / f"{name}.safetensors")
     return folder
 
 

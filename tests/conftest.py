@@ -38,28 +38,28 @@ def tiny_llama(**changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
 
 
-def tiny_hybrid() -> Qwen3_5ForCausalLM:
+def tiny_hybrid(**changes: object) -> Qwen3_5ForCausalLM:
     """Three parts Gated DeltaNet and one part attention, as Qwen3.5 has them."""
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return Qwen3_5ForCausalLM(config)
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**settings, **changes}))
 
 
 @pytest.fixture(params=["llama", "hybrid"])

@@ -5,6 +5,7 @@ DVC deletes a stage's outputs before it runs the stage, so what a killed stage h
 other params can never be taken up by mistake, and is found again when the params come back.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,28 +43,37 @@ def work_fingerprint(script: str, params: dict[str, Any], inputs: dict[str, Mani
 
 @dataclass(frozen=True)
 class Scratch:
-    """A locked work folder. What has its final name in it is complete, and has its digest beside it.
+    """A work folder. What has its final name in it is complete, and has its digest beside it.
 
-    Published files are hard links, so one that was overwritten in place is damaged here as well: digests tell.
+    Published files are hard links, so one that was overwritten in place is damaged here as well. A file of the size and time
+    that it had when it was finished is taken for good; of any other its digest tells.
     """
 
     path: Path
 
     def has(self, name: str) -> bool:
         """Whether ``name`` was finished, by this run or an earlier one, and is as it was then."""
-        path, digest = self.path / name, self._digest(name)
-        return path.is_file() and digest.is_file() and digest.read_text(encoding="utf-8") == file_digest(path)
+        path, seal = self.path / name, self._read_seal(name)
+        if seal is None or not path.is_file():
+            return False
+        return seal.stamp == _stamp(path) or seal.sha256 == file_digest(path)
 
     def write(self, name: str, writer: Callable[[Path], object]) -> Path:
         """Let ``writer`` write a temporary file, make it durable, and give it its name."""
-        final = self.path / name
-        partial = final.with_name(f"{final.name}.tmp")
-        writer(partial)
+        writer(self.partial(name))
+        return self.finish(name, file_digest(self.partial(name)))
+
+    def partial(self, name: str) -> Path:
+        """Where ``name`` is written until :meth:`finish`."""
+        return self.path / f"{name}.tmp"
+
+    def finish(self, name: str, sha256: str) -> Path:
+        """Make what was written for ``name`` durable, and give it its name."""
+        partial, final = self.partial(name), self.path / name
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
-        digest = file_digest(partial)
         partial.replace(final)
-        write_atomic(self._digest(name), digest)
+        write_atomic(self._seal(name), json.dumps({"sha256": sha256, "stamp": _stamp(final)}))
         return final
 
     def publish(self, out: Path, manifest: Manifest, names: list[str]) -> None:
@@ -76,24 +86,47 @@ class Scratch:
             raise ValueError(
                 f"{self.path / changed[0]}: changed after it was finished; run make gc-scratch and try again"
             )
-        digests = {name: self._digest(name).read_text(encoding="utf-8") for name in names}
+        digests = {name: seal.sha256 for name in names if (seal := self._read_seal(name))}
         with publish(out, manifest, digests) as building:
             for name in names:
                 link(self.path / name, building / name)
 
-    def _digest(self, name: str) -> Path:
-        return self.path / f"{name}.sha256"
+    def _seal(self, name: str) -> Path:
+        return self.path / f"{name}.seal"
+
+    def _read_seal(self, name: str) -> "Seal | None":
+        path = self._seal(name)
+        return Seal(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Seal:
+    """SHA-256 of a finished file, and the size and time that it had."""
+
+    sha256: str
+    stamp: list[int]
+
+
+def _stamp(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
 
 
 @contextmanager
-def open_scratch(stage: str, key: str) -> Iterator[Scratch]:
+def open_scratch(stage: str, key: str, shared: bool = False) -> Iterator[Scratch]:
     """Take the work folder of ``stage`` (such as ``extract-code``) under fingerprint ``key``, for this process alone.
+
+    Args:
+        shared: use it beside the process that has taken it, which is asked to share it.
 
     Raises:
         ValueError: another live process holds it. A killed process holds nothing: the lock dies with it.
     """
     path = scratch_root() / stage / key[:16]
     path.mkdir(parents=True, exist_ok=True)
+    if shared:
+        yield Scratch(path)
+        return
     lock = FileLock(path.with_suffix(".lock"))
     try:
         lock.acquire(timeout=0)

@@ -112,7 +112,7 @@ def test_scratch_keeps_finished_work_and_drops_unfinished(tmp_path: Path, monkey
         scratch.write("two", half_written)
     with open_scratch("train", "a" * 64) as scratch:
         assert (scratch.has("one"), scratch.has("two")) == (True, False)
-        assert {path.name for path in scratch.path.iterdir()} == {"one", "one.sha256"}
+        assert {path.name for path in scratch.path.iterdir()} == {"one", "one.seal"}
         publish_twice(scratch, tmp_path / "out")
     with open_scratch("train", "b" * 64) as scratch:
         assert not scratch.has("one")

@@ -10,7 +10,6 @@ from safetensors import safe_open
 
 from foredraft.artifacts import Manifest, publish
 from foredraft.conversations.schema import Conversation, to_record, write_records
-from foredraft.features.engine import cut_shards
 from foredraft.responses.schema import Response, write_responses
 from foredraft.tokens.config import PrepareConfig
 from foredraft.tokens.documents import merged
@@ -189,23 +188,3 @@ def test_a_streamed_shard_is_the_one_that_the_library_would_write(tmp_path: Path
             assert torch.equal(file.get_tensor(name), tensor) and file.get_tensor(name).dtype == tensor.dtype
     assert writer.lengths == {"64": 4, "128": 2, "256": 1}
     assert (length_bin(64), length_bin(65), length_bin(10**6)) == ("64", "128", "more")
-
-
-def test_feature_shards_cut_token_shards_between_documents(tmp_path: Path) -> None:
-    for split, sizes in {"train": (5, 30, 65, 40, 20, 100, 7), "validation": (9,)}.items():
-        writer = ShardWriter(tmp_path, split, 120)
-        for number, size in enumerate(sizes):
-            writer.add(np.full(size, number, dtype=np.int32), np.ones(size, dtype=np.uint8))
-        writer.close()
-    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    cuts = cut_shards(tmp_path, names, 60)
-    assert [(cut.name, cut.tokens) for cut in cuts] == [
-        ("train-00000.safetensors", 35),
-        ("train-00001.safetensors", 65),
-        ("train-00002.safetensors", 60),
-        ("train-00003.safetensors", 100),
-        ("train-00004.safetensors", 7),
-        ("validation-00000.safetensors", 9),
-    ]
-    whole = documents_of([read_shard(tmp_path / name) for name in names])
-    assert documents_of([cut.read(tmp_path) for cut in cuts]) == whole

@@ -1,29 +1,53 @@
-"""The ``extract`` stage: token shards -> feature shards, resumable between shards."""
+"""The ``extract`` stage: token shards -> feature shards, on every GPU there is, resumable between shards."""
 
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
-from foredraft.artifacts import Manifest
-from foredraft.features.checks import pad, shard_statistics, truth_check
+from foredraft.artifacts import ArtifactError, Manifest, write_atomic, write_json
+from foredraft.features.batching import ShardPlan, plan_shards
+from foredraft.features.checks import as_record, truth_check
 from foredraft.features.config import ExtractConfig
-from foredraft.features.layout import write_features
+from foredraft.features.reading import Reader
+from foredraft.features.storing import Store, statistics, statistics_path
+from foredraft.launch import launch, node_count, place, process_count
 from foredraft.progress import Progress
 from foredraft.provenance import versions
-from foredraft.scratch import open_scratch, work_fingerprint
+from foredraft.scratch import Scratch, open_scratch, work_fingerprint
 from foredraft.sources.config import FetchConfig
 from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget, check_layer_ids, load_target
+from foredraft.target.kernels import accelerate, choose_tools, describe
 from foredraft.target.weights import checkpoint_folder
-from foredraft.tokens.shards import TokenShard, open_tokens, read_shard
+from foredraft.tokens.shards import open_tokens
 
 CONVENTION = "residual stream after 0-based decoder block k, before any final norm"
-VERSIONS = ("torch", "transformers", "flash-linear-attention")
-HEAD_CHUNK = 256
+VERSIONS = ("torch", "transformers")
+RESTARTS = 3
+"""How often the processes of a machine are started again when one died."""
+TRUTH = "truth.json"
+REFUSED = "refused-"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process that extracts needs to know; plain values, since it travels to other processes."""
+
+    name: str
+    config: ExtractConfig
+    target: TargetConfig
+    fetch: FetchConfig
+    tokens: Path
+    scratch: Path
+    plans: tuple[ShardPlan, ...]
 
 
 def extract(
@@ -34,136 +58,180 @@ def extract(
     tokens: Path,
     interface: Path,
     out: Path,
+    join: bool = False,
 ) -> dict[str, Any]:
     """Read the token shards of source ``name`` with the target and publish the ``features`` artefact ``out``.
+
+    Args:
+        join: help another machine that does this, on the scratch folder of both, and leave publishing to it.
 
     Returns:
         its account, in documents.
 
     Raises:
-        ValueError: taps out of range; the truth check fails; a state is not finite, or constant.
+        ValueError: taps out of range; the disk is too small; the truth check fails; a state is not finite, or constant.
         ArtifactError: an input is missing or damaged.
     """
-    source = open_tokens(tokens, name)
-    interface_manifest = open_interface(interface)
-    check_layer_ids(config.target_layer_ids, interface_manifest.facts["num_layers"])
-    cuts = cut_shards(tokens, sorted(source.facts["shards"]), config.shard_tokens)
-    work = {**config.model_dump(), "target": target.model_dump()}
+    source, interface_manifest = open_tokens(tokens, name), open_interface(interface)
+    facts = interface_manifest.facts
+    check_layer_ids(config.target_layer_ids, facts["num_layers"])
+    plans = plan_shards(tokens, sorted(source.facts["shards"]), config.batch_tokens, config.shard_tokens)
+    kernels = describe(config.kernels)
+    work = {**config.model_dump(), "target": target.model_dump(), "kernels": kernels}
     key = work_fingerprint("extract", work, {"tokens": source, "target": interface_manifest})
-    with open_scratch(f"extract-{name}", key) as scratch:
-        missing = [cut for cut in cuts if not scratch.has(cut.name)]
-        total, left = (sum(cut.tokens for cut in part) for part in (cuts, missing))
-        with Progress(f"extract-{name}", total, "tokens", done=total - left) as progress:
-            if missing:
-                frozen = load_target(checkpoint_folder(target, fetch), target, config.target_layer_ids)
-                report_truth(frozen, missing[0].read(tokens), config.truth_check_documents)
-            for cut in missing:
-                features = read_features(frozen, cut.read(tokens), config, progress)
-                shard_statistics(features["target_hidden"], config.target_layer_ids, f"{name}/{cut.name}")
-                scratch.write(cut.name, lambda path, features=features: write_features(features, path))  # type: ignore[misc]
-        contract = {
-            **source.contract,
-            "target_layer_ids": list(config.target_layer_ids),
-            "layer_id_convention": CONVENTION,
-            "feature_storage": config.storage,
-            "kernels": "torch",
-            "versions": {package: found for package, found in versions().items() if package in VERSIONS},
-        }
-        documents = sum(cut.end - cut.start for cut in cuts)
-        counts = {"rows_in": source.counts["rows_out"], "rows_out": documents, "skipped": {}}
-        assert counts["rows_in"] == documents, f"{name}: {counts['rows_in']} documents in, {documents} out"
-        facts = {"shards": {cut.name: {"documents": cut.end - cut.start, "tokens": cut.tokens} for cut in cuts}}
-        sizes = {key: source.facts[key] for key in ("tokens", "supervised", "lengths")}
-        manifest = Manifest(
-            "features", contract=contract, counts=counts, facts={**facts, **sizes, "top_k": config.top_k}
-        )
-        scratch.publish(out, manifest, [cut.name for cut in cuts])
-    return {**counts, "tokens": source.facts["tokens"], "supervised": source.facts["supervised"]}
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The documents of one feature shard: ``[start, end)`` of a token shard."""
-
-    name: str
-    source: str
-    start: int
-    end: int
-    tokens: int
-
-    def read(self, folder: Path) -> TokenShard:
-        """Its documents."""
-        return read_shard(folder / self.source).part(self.start, self.end)
-
-
-def cut_shards(folder: Path, names: list[str], budget: int) -> list[Cut]:
-    """Cut token shards into runs of documents of about ``budget`` tokens; each split is numbered through."""
-    cuts: list[Cut] = []
-    for source in names:
-        split = source.rpartition("-")[0]
-        offsets = read_shard(folder / source).offsets.tolist()
-        start = 0
-        for end in range(1, len(offsets)):
-            last = end == len(offsets) - 1
-            if last or offsets[end + 1] - offsets[start] > budget:
-                number = sum(cut.name.startswith(f"{split}-") for cut in cuts)
-                name = f"{split}-{number:05d}.safetensors"
-                cuts.append(Cut(name, source, start, end, offsets[end] - offsets[start]))
-                start = end
-    return cuts
-
-
-def report_truth(frozen: FrozenTarget, shard: TokenShard, count: int) -> None:
-    """Run the truth check on the first documents of a shard and print what it found."""
-    documents = [shard.document(i)[0] for i in range(min(count, len(shard)))]
-    with torch.inference_mode():
-        worst = truth_check(frozen, documents)
-    print(f"truth check on {len(documents)} documents: " + ", ".join(f"{k} within {v:.2g}" for k, v in worst.items()))
-
-
-@torch.inference_mode()
-def read_features(
-    frozen: FrozenTarget, shard: TokenShard, config: ExtractConfig, progress: Progress | None = None
-) -> dict[str, Tensor]:
-    """The tensors of one feature shard; see :mod:`foredraft.features.layout`."""
-    hidden: list[Tensor | None] = [None] * len(shard)
-    topk: list[tuple[Tensor, Tensor] | None] = [None] * len(shard)
-    for batch in batches_by_tokens(shard, config.batch_tokens):
-        documents = [shard.document(i) for i in batch]
-        input_ids, mask = pad([ids for ids, _ in documents])
-        taps, final = frozen.read(input_ids.to(frozen.device), mask.to(frozen.device))
-        for row, (index, (ids, loss_mask)) in enumerate(zip(batch, documents, strict=True)):
-            hidden[index] = taps[row, : len(ids)].to(torch.bfloat16).cpu()
-            before = loss_mask.bool().nonzero()[:, 0] - 1  # the logits that predict a token stand one position earlier
-            topk[index] = target_topk(frozen, final[row, before.clamp(min=0)], config.top_k)
-            if progress:
-                progress.advance(len(ids))
+    with open_scratch(f"extract-{name}", key, shared=join) as scratch:
+        missing = tuple(plan for plan in plans if not finished(scratch, plan))
+        job = Job(name, config, target, fetch, tokens, scratch.path, missing)
+        if missing:
+            require_space(scratch.path, sum(plan.tokens for plan in missing) * bytes_per_token(config, facts), name)
+            read_all(job, process_count())
+        if join:
+            return {}
+        manifest = describe_features(config, source, plans, kernels, scratch, facts["hidden_size"])
+        scratch.publish(out, manifest, [plan.name for plan in plans])
+        truth = json.loads((scratch.path / TRUTH).read_text(encoding="utf-8"))
+    padded = sum(plan.padded_tokens for plan in plans)
     return {
-        "target_hidden": torch.cat([part for part in hidden if part is not None]),
-        "input_ids": shard.input_ids,
-        "loss_mask": shard.loss_mask,
-        "offsets": shard.offsets,
-        "topk_ids": torch.cat([part[0] for part in topk if part is not None]),
-        "topk_logprobs": torch.cat([part[1] for part in topk if part is not None]),
+        **manifest.counts,
+        **{key: manifest.facts[key] for key in ("tokens", "supervised", "statistics")},
+        "padding": round(1 - manifest.facts["tokens"] / padded, 4),
+        "truth": truth,
     }
 
 
-def target_topk(frozen: FrozenTarget, final: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` likeliest ids and their log-probabilities after each of ``(M, D)`` states, in chunks of the head."""
-    ids, logprobs = [], []
-    for chunk in final.split(HEAD_CHUNK):
-        top = frozen.head(chunk).float().log_softmax(-1).topk(k)
-        ids.append(top.indices.int().cpu())
-        logprobs.append(top.values.cpu())
-    return torch.cat(ids), torch.cat(logprobs)
+def describe_features(
+    config: ExtractConfig,
+    source: Manifest,
+    plans: list[ShardPlan],
+    kernels: dict[str, str],
+    scratch: Scratch,
+    hidden_size: int,
+) -> Manifest:
+    """The manifest of the features: contract, account, and what readers need."""
+    contract = {
+        **source.contract,
+        "target_layer_ids": list(config.target_layer_ids),
+        "layer_id_convention": CONVENTION,
+        "feature_storage": config.storage,
+        "kernels": kernels,
+        "versions": {package: found for package, found in versions().items() if package in VERSIONS},
+    }
+    documents = sum(len(plan.lengths) for plan in plans)
+    counts = {"rows_in": source.counts["rows_out"], "rows_out": documents, "skipped": {}}
+    assert counts["rows_in"] == documents, f"{counts['rows_in']} documents in, {documents} out"
+    names = [plan.name for plan in plans]
+    facts = {
+        "shards": {plan.name: {"documents": len(plan.lengths), "tokens": plan.tokens} for plan in plans},
+        "tokens": sum(plan.tokens for plan in plans),
+        "supervised": source.facts["supervised"],
+        "lengths": source.facts["lengths"],
+        "top_k": config.top_k,
+        "statistics": statistics(scratch.path, names, config.target_layer_ids, hidden_size),
+    }
+    return Manifest("features", contract=contract, counts=counts, facts=facts)
 
 
-def batches_by_tokens(shard: TokenShard, budget: int) -> list[list[int]]:
-    """Group a shard's documents by length, so that rows times the longest row stay within ``budget``."""
-    lengths = shard.offsets.diff().tolist()
-    batches: list[list[int]] = []
-    for index in sorted(range(len(shard)), key=lambda i: (-lengths[i], i)):
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:
-            batches.append([])
-        batches[-1].append(index)
-    return batches
+def read_all(job: Job, processes: int) -> None:
+    """Make every shard of the job: in this process, or in several on one machine or more."""
+    if processes == 1 and node_count() == 1:
+        read_share(job)
+        return
+    for old in job.scratch.glob(f"{REFUSED}*"):
+        old.unlink()
+    launch(read_launched_share, job, f"extract-{job.name}", job.scratch.name, processes, node_count(), RESTARTS)
+    for refused in job.scratch.glob(f"{REFUSED}*"):
+        raise ValueError(refused.read_text(encoding="utf-8"))
+
+
+def read_launched_share(job: Job) -> None:
+    """What a process does that PyTorch's launcher started; what is wrong with the data is told, not tried again."""
+    rank, _, device = place()
+    try:
+        read_share(job, rank, device)
+    except (ValueError, ArtifactError) as error:
+        write_atomic(job.scratch / f"{REFUSED}{rank}", str(error))
+
+
+def read_share(job: Job, rank: int | None = None, device: str | None = None) -> None:
+    """Make shards until none is left that nobody else makes.
+
+    A shard belongs to the process that holds its lock, which dies with the process: nothing is assigned beforehand, so a
+    slow or dead process delays no other.
+    """
+    scratch = Scratch(job.scratch)
+    title = f"extract-{job.name}" + ("" if rank is None else f"-{rank}")
+    total = sum(plan.tokens for plan in job.plans)
+    with Progress(title, total, "tokens") as progress:
+        frozen = ready_target(job, device, keep_record=not rank)
+        reader = Reader(frozen, getattr(torch, job.config.storage), job.config.top_k)
+        stream = torch.cuda.Stream(frozen.device) if frozen.device.type == "cuda" else None
+        with Store(scratch, job.name, job.config.target_layer_ids, progress.advance) as store:
+            for plan in job.plans:
+                claim = FileLock(scratch.path / f"{plan.name}.claim", thread_local=False)
+                try:
+                    claim.acquire(timeout=0)
+                except Timeout:
+                    continue  # another process makes it
+                if finished(scratch, plan):
+                    claim.release()
+                    continue
+                read_shard(reader, store, plan, plan.read(job.tokens), stream, claim.release)
+
+
+def read_shard(
+    reader: Reader,
+    store: Store,
+    plan: ShardPlan,
+    documents: list[tuple[Tensor, Tensor]],
+    stream: torch.cuda.Stream | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Read the documents of a shard and hand them to the store; ``then`` is called when the shard is there."""
+    shard, start = store.begin(plan, documents), 0
+    for batch in plan.batches:
+        reading = reader.read(documents[start : start + len(batch)])
+        store.put(shard, reading.to_host(stream))
+        start += len(batch)
+    store.end(shard, then)
+
+
+def ready_target(job: Job, device: str | None, keep_record: bool) -> FrozenTarget:
+    """Load the target, with the blocks that this machine has, and check it on documents of the first shard."""
+    folder = checkpoint_folder(job.target, job.fetch)
+    frozen = load_target(folder, job.target, job.config.target_layer_ids, device)
+    tools = choose_tools() if job.config.kernels == "auto" else None
+    if tools is not None:
+        fast = accelerate(frozen, tools)
+        print(f"fast blocks: {fast} of {len(frozen.blocks)}")
+    documents = job.plans[0].read(job.tokens)[: job.config.truth_check_documents]
+    checks = truth_check(frozen, [ids for ids, _ in documents])
+    if keep_record:
+        write_json(job.scratch / TRUTH, as_record(checks))
+    return frozen
+
+
+def finished(scratch: Scratch, plan: ShardPlan) -> bool:
+    """Whether a shard and its sums are there, and as they were when they were finished."""
+    return statistics_path(scratch.path, plan.name).is_file() and scratch.has(plan.name)
+
+
+def bytes_per_token(config: ExtractConfig, facts: dict[str, Any]) -> int:
+    """What a token takes on disk, at most."""
+    taps, size = len(config.target_layer_ids), getattr(torch, config.storage).itemsize
+    scale = 4 * taps if config.storage == "float8_e4m3fn" else 0
+    return int(taps * facts["hidden_size"] * size + scale + 8 * config.top_k + 5)
+
+
+def require_space(scratch: Path, needed: int, name: str) -> None:
+    """Refuse work that the disk cannot hold, before it starts.
+
+    Raises:
+        ValueError: names what is needed, what is free, and what would need less.
+    """
+    free = shutil.disk_usage(scratch).free
+    print(f"extract-{name}: {needed / 2**30:.2f} GiB to write in {scratch}, {free / 2**30:.1f} GiB free")
+    if needed > free:
+        raise ValueError(
+            f"sources.{name}: features need {needed / 2**30:.1f} GiB, {scratch} has {free / 2**30:.1f} GiB: make space, "
+            "set FOREDRAFT_SCRATCH to another disk, take extract.storage: float8_e4m3fn, or fewer taps"
+        )

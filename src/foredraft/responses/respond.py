@@ -5,7 +5,6 @@ a source's answers already are the target's, its conversations go on as they are
 """
 
 import itertools
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from foredraft.accounts import Account
 from foredraft.artifacts import Manifest, publish
 from foredraft.chat.render import Renderer
 from foredraft.conversations.schema import Conversation, open_conversations, read_conversations
+from foredraft.launch import launch, place, process_count
 from foredraft.progress import Progress
 from foredraft.responses.config import RespondConfig
 from foredraft.responses.dialogue import PROMPT_END, Dialogue, Outcome, opens_thinking
@@ -98,44 +98,19 @@ def _pass_on(source: Manifest, contract: dict[str, Any], parts: list[Path], out:
 
 def _answer_all(job: Job, processes: int | None) -> None:
     """Fill the log: in this process, or in one for each GPU, through PyTorch's own launcher."""
-    import torch
-
     if job.config.backend == "server":
         processes = 1
     elif processes is None:
-        processes = max(1, torch.cuda.device_count())
+        processes = process_count()
     if processes == 1:
         answer_share(job)
         return
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=f"respond-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    try:
-        elastic_launch(launch, answer_launched_share)(job)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        told = str(
-            failure.message if isinstance(failure.message, str) else failure.message.get("message", failure.message)
-        )
-        raise ValueError(
-            f"sources.{job.name}: process {rank} of {processes} failed ({told.strip().splitlines()[-1]}); "
-            "answers so far are kept: run it again"
-        ) from error
+    launch(answer_launched_share, job, f"respond-{job.name}", job.scratch.name, processes)
 
 
 def answer_launched_share(job: Job) -> None:
-    """Answer the share of a process that PyTorch's launcher started; the launcher's variables say which that is."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    answer_share(job, rank, world, f"cuda:{os.environ['LOCAL_RANK']}" if _has_gpu() else None)
+    """Answer the share of a process that PyTorch's launcher started."""
+    answer_share(job, *place())
 
 
 def answer_share(job: Job, rank: int = 0, world: int = 1, device: str | None = None) -> None:
@@ -166,12 +141,6 @@ def answer_share(job: Job, rank: int = 0, world: int = 1, device: str | None = N
 
 def _load(job: Job, device: str | None) -> Any:
     return load_target(checkpoint_folder(job.target, job.fetch), job.target, layer_ids=[0], device=device).model
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _groups(rows: list[Conversation], job: Job, renderer: Renderer, tokenizer: Any) -> list[list[Dialogue]]:

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from foredraft.features.checks import pad
 from foredraft.target.frozen import FrozenTarget, attends_to_everything
 
 
@@ -56,7 +55,7 @@ class SlotSession:
         self.passes = 0
 
     def prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Slots]:
-        input_ids, mask = pad([torch.tensor(prompt) for prompt in prompts])
+        input_ids, mask = _pad(prompts)
         device = self._target.device
         self._mask = mask.to(device)  # (B, slots so far)
         self._lengths = self._mask.sum(1)  # (B) committed tokens
@@ -140,3 +139,10 @@ class ReplaySession:
 def open_session(target: FrozenTarget) -> Session:
     """The fastest exact session for this target."""
     return SlotSession(target) if attends_to_everything(target.model) else ReplaySession(target)
+
+
+def _pad(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Right-pad prompts to ``(B, T)`` ids and mask."""
+    lengths = torch.tensor([len(ids) for ids in prompts])
+    input_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True)
+    return input_ids, (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()

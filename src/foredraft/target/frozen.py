@@ -3,10 +3,13 @@
 A tap k is the residual stream after 0-based decoder block k, before any final norm. Hooks on the blocks give it for
 every k, the last block included, where ``output_hidden_states`` would already have been normed.
 
+Rows are padded on the right and read without a mask: no token looks ahead, neither through attention nor through a recurrent
+state, so what stands behind a row's end cannot reach it. Padding on the left would be read.
+
 Shapes: ``B`` sequences, ``T`` tokens, ``L`` taps, ``D`` hidden size, ``V`` vocabulary rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +27,27 @@ class FrozenTarget:
     Attributes:
         model: the Transformers model, in eval mode, without gradients.
         layer_ids: the tapped blocks.
+        in_place: a block adds to its own input, so what a tap shows must be copied before the next block runs.
     """
 
     def __init__(self, model: Any, layer_ids: Sequence[int]):
         self.model: Any = model.eval().requires_grad_(False)
         self.layer_ids = tuple(layer_ids)
-        decoder: Any = self.model.get_decoder()
-        self.blocks: nn.ModuleList = decoder.layers
+        self.in_place = False
+        self.blocks: nn.ModuleList = self.decoder.layers
         check_layer_ids(self.layer_ids, len(self.blocks))
         self._captured: dict[int, Tensor] = {}
+        self._on_tap: OnTap = self._keep
+        self._last: int | None = None
         for layer_id in self.layer_ids:
-            self.blocks[layer_id].register_forward_hook(self._capture(layer_id))
+            self.blocks[layer_id].register_forward_hook(self._hook(layer_id))
         # On a view with a gap, such as the last position of every row, a product copies the whole head once for each row.
         self.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0].contiguous(),))
+
+    @property
+    def decoder(self) -> Any:
+        """The text model without its LM head, also inside a vision wrapper."""
+        return self.model.get_decoder()
 
     @property
     def device(self) -> torch.device:
@@ -53,18 +64,32 @@ class FrozenTarget:
         """The input embeddings."""
         return self.model.get_input_embeddings()
 
-    def read(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Read right-padded rows without a cache and without logits.
-
-        Args:
-            input_ids, attention_mask: ``(B, T)``.
+    def read(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Read right-padded rows ``(B, T)`` without a cache and without logits.
 
         Returns:
             taps ``(B, T, L, D)`` and the final hidden states after the final norm ``(B, T, D)``.
         """
-        decoder = self.model.get_decoder()
-        output = decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        output = self.decoder(input_ids=input_ids, use_cache=False)
         return self.taps(), output.last_hidden_state
+
+    def stream(self, input_ids: Tensor, on_tap: "OnTap", final: bool = True) -> Tensor | None:
+        """Read right-padded rows ``(B, T)``, handing each tap over as soon as it is there.
+
+        Args:
+            on_tap: called with a block's id and its ``(B, T, D)``, which is overwritten afterwards where ``in_place``.
+            final: whether the states after the final norm are wanted; without them no block after the last tap runs.
+
+        Returns:
+            the final hidden states ``(B, T, D)``, or ``None``.
+        """
+        self._on_tap, self._last = on_tap, None if final else max(self.layer_ids)
+        try:
+            return self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        except _EnoughError:
+            return None
+        finally:
+            self._on_tap, self._last = self._keep, None
 
     def step(self, input_ids: Tensor, cache: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Feed tokens on top of ``cache``; returns taps ``(B, T, L, D)`` and logits ``(B, T, V)``."""
@@ -75,11 +100,23 @@ class FrozenTarget:
         """What the hooks saw in the last forward pass, ``(B, T, L, D)``."""
         return torch.stack([self._captured[layer_id] for layer_id in self.layer_ids], dim=2)
 
-    def _capture(self, layer_id: int) -> Any:
+    def _keep(self, layer_id: int, states: Tensor) -> None:
+        self._captured[layer_id] = states.clone() if self.in_place else states
+
+    def _hook(self, layer_id: int) -> Any:
         def hook(_block: nn.Module, _inputs: Any, output: Any) -> None:
-            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+            self._on_tap(layer_id, output[0] if isinstance(output, tuple) else output)
+            if layer_id == self._last:
+                raise _EnoughError
 
         return hook
+
+
+OnTap = Callable[[int, Tensor], None]
+
+
+class _EnoughError(Exception):
+    """Every tap has been read."""
 
 
 def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:

@@ -1,0 +1,90 @@
+"""One process for each GPU, on this machine or on several, through PyTorch's own elastic launcher.
+
+Several machines: each sets ``FOREDRAFT_NODES`` (how many there are) and ``FOREDRAFT_RENDEZVOUS`` (``host:port`` of the
+first), and shares the scratch folder with the others. ``FOREDRAFT_PROCESSES`` sets how many processes a machine starts.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+def process_count() -> int:
+    """``$FOREDRAFT_PROCESSES``, by default one for each local GPU, and one without any.
+
+    Raises:
+        ValueError: a variable is not a whole number above zero.
+    """
+    if found := _count("FOREDRAFT_PROCESSES"):
+        return found
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def node_count() -> int:
+    """``$FOREDRAFT_NODES``, by default 1."""
+    return _count("FOREDRAFT_NODES") or 1
+
+
+def launch(
+    entry: Callable[[Any], None], job: Any, name: str, meeting: str, processes: int, nodes: int = 1, restarts: int = 0
+) -> None:
+    """Run ``entry(job)`` in ``processes`` processes of each machine and wait for all; see :func:`place` for who is who.
+
+    When a process dies all of its group are started again, up to ``restarts`` times: work that is kept by piece loses
+    no more than the pieces in flight.
+
+    Args:
+        name: what the work is called, for messages.
+        nodes: machines that take part.
+        meeting: what only machines that do the same work call it.
+
+    Raises:
+        ValueError: a process failed and no restart is left; names it and its last words.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    endpoint = os.environ.get("FOREDRAFT_RENDEZVOUS", "")
+    if nodes > 1 and not endpoint:
+        raise ValueError(
+            f"FOREDRAFT_NODES = {nodes}, but FOREDRAFT_RENDEZVOUS (host:port of the first machine) is not set"
+        )
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=processes,
+        run_id=f"{name}-{os.getpid()}" if nodes == 1 else f"{name}-{meeting}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint if nodes > 1 else "localhost:0",
+        max_restarts=restarts,
+    )
+    try:
+        elastic_launch(config, entry)(job)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        told = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
+        last = str(told).strip().splitlines()[-1:] or [f"exit code {failure.exitcode}"]
+        raise ValueError(
+            f"{name}: process {rank} of {nodes * processes} failed ({last[0]}); what is finished is kept: run it again"
+        ) from error
+
+
+def place() -> tuple[int, int, str | None]:
+    """Rank and number of a launched process, and its device; only for a process that :func:`launch` started.
+
+    Another launcher's ``RANK`` may stand in the environment of any process: this must not be asked elsewhere.
+    """
+    import torch
+
+    local = int(os.environ["LOCAL_RANK"])
+    device = f"cuda:{local}" if torch.cuda.is_available() else None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device
+
+
+def _count(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    if text and (not (text.isascii() and text.isdecimal()) or int(text) == 0):
+        raise ValueError(f"{variable} = {text!r}: expected a whole number above zero")
+    return int(text or 0)

@@ -1,0 +1,285 @@
+"""The functions of :mod:`foredraft.target.pointwise` as Triton kernels: same arguments, same results, one pass each.
+
+Rows may lie apart in memory (a part of a wider projection); only the last dimension must be whole. All lengths are arguments
+and all sizes of the model are constants, so no kernel is compiled again for another batch.
+"""
+
+# mypy: disallow-untyped-defs = false
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 32
+"""Tokens that one program of the convolution handles."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
+    """See :func:`foredraft.target.pointwise.rms_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size = x.shape[-1]
+    rows = x.numel() // size
+    block = triton.next_power_of_2(size)
+    _rms_norm[(rows,)](x, out, weight, x.stride(-2), size, eps, centred, block, num_warps=8 if block > 2048 else 4)
+    return out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See :func:`foredraft.target.pointwise.gated_rms_norm`."""
+    heads, size = x.shape[-2:]
+    out = torch.empty((*x.shape[:-2], heads * size), dtype=x.dtype, device=x.device)
+    grid = (x.numel() // (heads * size),)
+    _gated_rms_norm[grid](
+        x, gate, out, weight, gate.stride(-2), eps, heads, size, triton.next_power_of_2(heads), num_warps=8
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See :func:`foredraft.target.pointwise.silu_mul`."""
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _silu_mul[(out.numel() // size, triton.cdiv(size, block))](gate_up, out, size, block, num_warps=4)
+    return out
+
+
+def sigmoid_gate(x: Tensor, projected: Tensor) -> Tensor:
+    """See :func:`foredraft.target.pointwise.sigmoid_gate`."""
+    heads, size = projected.shape[-2], projected.shape[-1] // 2
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = (x.numel() // (heads * size),)
+    _sigmoid_gate[grid](
+        x, projected, out, projected.stride(-3), heads, size, triton.next_power_of_2(heads), num_warps=8
+    )
+    return out
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, centred: bool, cos: Tensor, sin: Tensor) -> Tensor:
+    """See :func:`foredraft.target.pointwise.norm_and_rotate`."""
+    heads, size = x.shape[-2:]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = (x.numel() // (heads * size),)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    strides = (x.stride(-3), x.stride(-2))
+    _norm_and_rotate[grid](
+        x,
+        out,
+        weight,
+        cos,
+        sin,
+        *strides,
+        eps,
+        centred,
+        heads,
+        size,
+        cos.shape[-1],
+        triton.next_power_of_2(heads),
+        num_warps=4,
+    )
+    return out
+
+
+def delta_inputs(
+    projected: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, key_heads: int, key_size: int, value_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`foredraft.target.pointwise.delta_inputs`; keys and values must have heads of one size."""
+    rows, length, width = projected.shape
+    heads, size = len(a_log), key_size // key_heads
+    assert value_size == heads * size, f"heads of keys ({size}) and of values ({value_size // heads}) differ in size"
+    query, key = (projected.new_empty(rows, length, key_heads, size) for _ in range(2))
+    value = projected.new_empty(rows, length, heads, size)
+    decay = torch.empty(rows, length, heads, dtype=torch.float32, device=projected.device)
+    strength = projected.new_empty(rows, length, heads)
+    grid = (triton.cdiv(length, TOKENS), 2 * key_heads + heads, rows)
+    _convolve[grid](
+        projected,
+        conv,
+        query,
+        key,
+        value,
+        length,
+        projected.stride(1),
+        key_heads,
+        heads,
+        size,
+        conv.shape[0],
+        TOKENS,
+        num_warps=4,
+    )
+    _decay_and_strength[(rows * length,)](
+        projected,
+        a_log,
+        dt_bias,
+        decay,
+        strength,
+        projected.stride(1),
+        width - 2 * heads,
+        heads,
+        triton.next_power_of_2(heads),
+        num_warps=1,
+    )
+    return query, key, value, decay, strength
+
+
+@triton.jit
+def _rms_norm(
+    x, out, weight, stride, size: tl.constexpr, eps: tl.constexpr, centred: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < size
+    loaded = tl.load(x + row * stride + at, mask=inside, other=0.0)
+    values = loaded.to(tl.float32)
+    unit = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    scale = tl.load(weight + at, mask=inside, other=0.0)
+    result = _scaled(unit, scale, loaded.dtype, centred)
+    tl.store(out + row * size + at, result.to(loaded.dtype), mask=inside)
+
+
+@triton.jit
+def _scaled(unit, weight, dtype: tl.constexpr, centred: tl.constexpr):
+    if centred:
+        return unit * (1.0 + weight.to(tl.float32))
+    return weight.to(tl.float32) * unit.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _gated_rms_norm(
+    x, gate, out, weight, stride, eps: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, block)[:, None], tl.arange(0, size)[None, :]
+    inside = head < heads
+    place = head * size + at
+    loaded = tl.load(x + row * heads * size + place, mask=inside, other=0.0)
+    values = loaded.to(tl.float32)
+    unit = values * tl.rsqrt(tl.sum(values * values, 1) / size + eps)[:, None]
+    scaled = tl.load(weight + at).to(tl.float32) * unit.to(loaded.dtype).to(tl.float32)
+    gates = tl.load(gate + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+    result = scaled.to(loaded.dtype).to(tl.float32) * gates * tl.sigmoid(gates)
+    tl.store(out + row * heads * size + place, result.to(loaded.dtype), mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, size: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < size
+    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0)
+    silu = (gate.to(tl.float32) * tl.sigmoid(gate.to(tl.float32))).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * size + at, (silu * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def _sigmoid_gate(x, projected, out, stride, heads: tl.constexpr, size: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, block)[:, None], tl.arange(0, size)[None, :]
+    inside = head < heads
+    values = tl.load(x + row * heads * size + head * size + at, mask=inside, other=0.0)
+    gate = tl.load(projected + row * stride + head * 2 * size + size + at, mask=inside, other=0.0)
+    opened = tl.sigmoid(gate.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    result = (values.to(tl.float32) * opened).to(values.dtype)
+    tl.store(out + row * heads * size + head * size + at, result, mask=inside)
+
+
+@triton.jit
+def _norm_and_rotate(
+    x,
+    out,
+    weight,
+    cos,
+    sin,
+    stride,
+    head_stride,
+    eps: tl.constexpr,
+    centred: tl.constexpr,
+    heads: tl.constexpr,
+    size: tl.constexpr,
+    turned: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, block)[:, None], tl.arange(0, size)[None, :]
+    inside = head < heads
+    start = x + row * stride + head * head_stride
+    loaded = tl.load(start + at, mask=inside, other=0.0)
+    values = loaded.to(tl.float32)
+    root = tl.rsqrt(tl.sum(values * values, 1) / size + eps)[:, None]
+    normed = _scaled(values * root, tl.load(weight + at), loaded.dtype, centred).to(loaded.dtype)
+    # Each value of the rotated part meets the one half a turn away.
+    half: tl.constexpr = turned // 2
+    other = tl.where(at < half, at + half, at - half)
+    rotated = at < turned
+    partner = tl.load(start + other, mask=inside & rotated, other=0.0).to(tl.float32)
+    other_weight = tl.load(weight + other, mask=rotated, other=0.0)
+    partner = _scaled(partner * root, other_weight, loaded.dtype, centred).to(loaded.dtype).to(tl.float32)
+    partner = tl.where(at < half, -partner, partner)
+    c = tl.load(cos + row * turned + at, mask=rotated, other=1.0).to(tl.float32)
+    s = tl.load(sin + row * turned + at, mask=rotated, other=0.0).to(tl.float32)
+    result = (normed.to(tl.float32) * c).to(loaded.dtype).to(tl.float32)
+    result += (partner * s).to(loaded.dtype).to(tl.float32)
+    tl.store(out + row * heads * size + head * size + at, result.to(loaded.dtype), mask=inside)
+
+
+@triton.jit
+def _convolve(
+    projected,
+    conv,
+    query,
+    key,
+    value,
+    length,
+    stride,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    tokens: tl.constexpr,
+):
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)[:, None]
+    at = tl.arange(0, size)[None, :]
+    channels: tl.constexpr = (2 * key_heads + value_heads) * size
+    channel = head * size + at
+    total = tl.zeros((tokens, size), dtype=tl.float32)
+    for back in tl.static_range(width):
+        source = token - back
+        values = tl.load(
+            projected + (row * length + source) * stride + channel, mask=(source >= 0) & (source < length), other=0.0
+        )
+        total += values.to(tl.float32) * tl.load(conv + (width - 1 - back) * channels + channel).to(tl.float32)
+    dtype = projected.dtype.element_ty
+    total = total.to(dtype).to(tl.float32)
+    total = (total * tl.sigmoid(total)).to(dtype).to(tl.float32)
+    inside = token < length
+    if head < 2 * key_heads:
+        total = total * tl.rsqrt(tl.sum(total * total, 1) + 1e-6)[:, None]
+        if head < key_heads:
+            tl.store(query + ((row * length + token) * key_heads + head) * size + at, total.to(dtype), mask=inside)
+        else:
+            tl.store(
+                key + ((row * length + token) * key_heads + head - key_heads) * size + at, total.to(dtype), mask=inside
+            )
+    else:
+        place = ((row * length + token) * value_heads + head - 2 * key_heads) * size + at
+        tl.store(value + place, total.to(dtype), mask=inside)
+
+
+@triton.jit
+def _decay_and_strength(
+    projected, a_log, dt_bias, decay, strength, stride, start, heads: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, block)
+    inside = head < heads
+    source = projected + row * stride + start
+    write = tl.load(source + head, mask=inside, other=0.0)
+    step = tl.load(source + heads + head, mask=inside, other=0.0).to(tl.float32)
+    step += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)
+    soft = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
+    rate = tl.exp(tl.load(a_log + head, mask=inside, other=0.0).to(tl.float32))
+    tl.store(decay + row * heads + head, -rate * soft, mask=inside)
+    opened = tl.sigmoid(write.to(tl.float32)).to(write.dtype)
+    tl.store(strength + row * heads + head, opened, mask=inside)

@@ -1,0 +1,239 @@
+"""A faster forward pass for decoder blocks that we know, beside Transformers' own.
+
+Projections of one input are one matrix product (their weights become views of one tensor, so nothing is held twice and the
+stock path goes on working), residuals are added by the product itself, in place, and what is between is
+:mod:`foredraft.target.pointwise`, compiled. The delta rule is flash-linear-attention's. What a block is made of decides;
+blocks of any other make stay as they are. A caller compares both paths before it trusts this one.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foredraft.target.frozen import FrozenTarget
+
+KNOWN_BLOCKS = {
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "Qwen3_5DecoderLayer",
+    "Qwen3_5MoeDecoderLayer",
+}
+"""Blocks that are norm, mixer, sum, norm, feed-forward, sum, and nothing else."""
+
+Forward = Callable[..., Tensor]
+DeltaRule = Callable[..., tuple[Tensor, Any]]
+Mixer = Callable[[Tensor, Tensor, dict[str, Any]], None]
+"""Adds to its second argument what it makes of the first; the third is what the decoder passes to its blocks."""
+
+
+class Toolbox:
+    """The functions a fast block is put together from: Triton's on a GPU, plain ones elsewhere.
+
+    Args:
+        delta_rule: ``chunk_gated_delta_rule`` of flash-linear-attention or of its kind.
+    """
+
+    def __init__(self, fused: bool, delta_rule: DeltaRule | None):
+        from foredraft.target import pointwise
+
+        functions: Any = pointwise
+        if fused:
+            from foredraft.target import fused as functions
+        self.rms_norm = functions.rms_norm
+        self.gated_rms_norm = functions.gated_rms_norm
+        self.silu_mul = functions.silu_mul
+        self.sigmoid_gate = functions.sigmoid_gate
+        self.norm_and_rotate = functions.norm_and_rotate
+        self.delta_inputs = functions.delta_inputs
+        self.delta_rule = delta_rule
+
+
+def fast_forward(block: Any, tools: Toolbox) -> Forward | None:
+    """A forward for ``block``, or ``None`` where it is of a make that is not known here."""
+    if type(block).__name__ not in KNOWN_BLOCKS:
+        return None
+    before, after = _norm(block.input_layernorm, tools), _norm(block.post_attention_layernorm, tools)
+    mixer, feed_forward = _mixer(block, tools), _feed_forward(block.mlp, tools)
+
+    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        mixer(before(hidden_states), hidden_states, kwargs)
+        feed_forward(after(hidden_states), hidden_states)
+        return hidden_states
+
+    return forward
+
+
+def merge(*layers: nn.Linear) -> Tensor:
+    """The weights of layers that read the same input, as one; each layer's own becomes a view of it."""
+    weight = torch.cat([layer.weight.data for layer in layers])
+    for layer, part in zip(layers, weight.split([layer.out_features for layer in layers]), strict=True):
+        layer.weight.data = part
+    return weight
+
+
+def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """``total (B, T, D) += x (B, T, F) @ weight.T``, in one product."""
+    flat = total.view(-1, total.shape[-1])
+    torch.addmm(flat, x.reshape(-1, x.shape[-1]), weight.t(), out=flat)
+
+
+def _norm(norm: nn.Module, tools: Toolbox) -> Callable[[Tensor], Tensor]:
+    weight, eps, centred = _norm_parts(norm)
+    return lambda x: tools.rms_norm(x, weight, eps, centred)
+
+
+def _norm_parts(norm: Any) -> tuple[Tensor, float, bool]:
+    eps = getattr(norm, "eps", None) or norm.variance_epsilon
+    ones = norm(torch.ones(1, norm.weight.shape[0], dtype=norm.weight.dtype, device=norm.weight.device))
+    centred = not torch.allclose(ones[0].float(), norm.weight.float(), rtol=0.01, atol=0.01)
+    return norm.weight, eps, centred
+
+
+def _feed_forward(mlp: Any, tools: Toolbox) -> Callable[[Tensor, Tensor], None]:
+    layers = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    plain = all(isinstance(layer, nn.Linear) and layer.bias is None for layer in layers)
+    if not plain or type(mlp.act_fn).__name__ not in {"SiLU", "SiLUActivation"}:
+        return lambda x, total: _add(total, mlp(x))
+    gate_up, down = merge(mlp.gate_proj, mlp.up_proj), mlp.down_proj.weight
+    return lambda x, total: add_product(total, tools.silu_mul(F.linear(x, gate_up)), down)
+
+
+def _mixer(block: Any, tools: Toolbox) -> Mixer:
+    mixer = getattr(block, "linear_attn", None) or block.self_attn
+    if hasattr(mixer, "in_proj_qkv") and tools.delta_rule is not None:
+        return _delta_net(mixer, tools)
+    if hasattr(mixer, "q_norm") and mixer.q_proj.out_features == 2 * mixer.o_proj.in_features:
+        return _gated_attention(mixer, tools)
+
+    def stock(x: Tensor, total: Tensor, kwargs: dict[str, Any]) -> None:
+        output = mixer(hidden_states=x, **kwargs)
+        _add(total, output[0] if isinstance(output, tuple) else output)
+
+    return stock
+
+
+def _delta_net(mixer: Any, tools: Toolbox) -> Mixer:
+    """Gated DeltaNet as Qwen3.5 has it: one projection each for queries, keys and values, gate, strength, step."""
+    weight = merge(mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
+    conv, output = mixer.conv1d.weight.squeeze(1).t().contiguous(), mixer.out_proj.weight
+    mixed = mixer.in_proj_qkv.out_features
+    delta_rule = tools.delta_rule
+    assert delta_rule is not None
+
+    def forward(x: Tensor, total: Tensor, _kwargs: dict[str, Any]) -> None:
+        projected = F.linear(x, weight)
+        query, key, value, decay, strength = tools.delta_inputs(
+            projected, conv, mixer.A_log, mixer.dt_bias, mixer.num_k_heads, mixer.key_dim, mixer.value_dim
+        )
+        read, _ = delta_rule(query, key, value, g=decay, beta=strength)
+        gate = projected[..., mixed : mixed + mixer.value_dim]
+        gated = tools.gated_rms_norm(read, gate, mixer.norm.weight, mixer.norm.variance_epsilon)
+        add_product(total, gated, output)
+
+    return forward
+
+
+def _gated_attention(mixer: Any, tools: Toolbox) -> Mixer:
+    """Full attention as Qwen3.5 has it: heads normed, partly rotated, and gated by a second half of the query."""
+    weight = merge(mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    sizes = [layer.out_features for layer in (mixer.q_proj, mixer.k_proj, mixer.v_proj)]
+    size, output = mixer.head_dim, mixer.o_proj.weight
+    (q_weight, q_eps, centred), (k_weight, k_eps, _) = _norm_parts(mixer.q_norm), _norm_parts(mixer.k_norm)
+
+    def forward(x: Tensor, total: Tensor, kwargs: dict[str, Any]) -> None:
+        cos, sin = kwargs["position_embeddings"]
+        query, key, value = F.linear(x, weight).split(sizes, -1)
+        query, key, value = (
+            query.unflatten(-1, (-1, 2 * size)),
+            key.unflatten(-1, (-1, size)),
+            value.unflatten(-1, (-1, size)),
+        )
+        turned = tools.norm_and_rotate(query[..., :size], q_weight, q_eps, centred, cos, sin)
+        key = tools.norm_and_rotate(key, k_weight, k_eps, centred, cos, sin)
+        # Right padding needs no mask: no token looks ahead.
+        read = F.scaled_dot_product_attention(
+            turned.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
+            scale=mixer.scaling,
+        )
+        add_product(total, tools.sigmoid_gate(read.transpose(1, 2).flatten(-2), query), output)
+
+    return forward
+
+
+def _add(total: Tensor, x: Tensor) -> None:
+    total += x
+
+
+@contextmanager
+def stock_blocks(target: FrozenTarget) -> Iterator[None]:
+    """Every block as Transformers has it, for a while."""
+    fast = [block.__dict__.pop("forward", None) for block in target.blocks]
+    target.in_place = False
+    try:
+        yield
+    finally:
+        for block, forward in zip(target.blocks, fast, strict=True):
+            if forward is not None:
+                block.forward = forward
+        target.in_place = True
+
+
+def accelerate(target: FrozenTarget, tools: Toolbox) -> int:
+    """Give ``target`` a fast forward wherever one is known for a block; returns how many there are."""
+    fast = 0
+    for block in target.blocks:
+        if (forward := fast_forward(block, tools)) is not None:
+            block.forward = forward
+            fast += 1
+    target.in_place = fast > 0
+    return fast
+
+
+def choose_tools() -> Toolbox | None:
+    """What this machine has: ``None`` without a GPU and Triton, where Transformers' own blocks are as good as any."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return None
+    return Toolbox(fused=True, delta_rule=fla_delta_rule())
+
+
+def fla_delta_rule() -> DeltaRule | None:
+    """flash-linear-attention's chunked delta rule, where it is installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
+
+
+def describe(kernels: str) -> dict[str, str]:
+    """Which path states are read by, for the contract: features of two paths never mix.
+
+    Args:
+        kernels: ``auto`` or ``stock``, as the params have it.
+    """
+    tools = choose_tools() if kernels == "auto" else None
+    packages = ("fla-core", "triton", "causal-conv1d", "flash-attn")
+    return {
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "blocks": "stock" if tools is None else "fused",
+        **{name: found for name in packages if (found := _version(name))},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -23,7 +23,7 @@ LAYERS = [
     "imports params accounts workers",
     "artifacts",
     "scratch provenance",
-    "command progress",
+    "command progress launch",
     "sources",
     "conversations",
     "benchmarks",

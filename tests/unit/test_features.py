@@ -11,8 +11,9 @@ from foredraft.artifacts import ArtifactError
 from foredraft.features import storing
 from foredraft.features.checks import truth_check
 from foredraft.features.layout import FeatureShard, ShardFile, dequantise, open_features, quantise
-from foredraft.features.reading import CONSTANT, NOT_FINITE, Reader, Reading, inspect, largest
+from foredraft.features.reading import Reader, Reading, largest
 from foredraft.features.storing import Store, statistics
+from foredraft.features.taps import CONSTANT, NOT_FINITE, inspect
 from foredraft.scratch import Scratch
 from foredraft.target.frozen import FrozenTarget, check_layer_ids
 from tests.builders import EXTRACT, make_features, one_batch_plan, some_documents, tiny_frozen, write_features
@@ -241,7 +242,7 @@ def test_a_bad_row_is_named_and_nothing_of_its_shard_is_left(tmp_path: Path) -> 
     target, tokens = tiny_frozen(), some_documents(8, seed=3)
     documents = [tokens.document(i) for i in range(8)]
     plan = one_batch_plan(documents, "train-00000.safetensors", rows=2)
-    message = "code/train-00000.safetensors: 1 states after block 2 are not finite, the first at token 3 of document 1 of tokens"
+    message = "code/train-00000.safetensors: 1 states after block 2 are not finite, the first at token 3 of document 1"
     with pytest.raises(ValueError, match=message), Store(Scratch(tmp_path), "code", TAPS, lambda _: None) as store:
         from foredraft.features.engine import read_shard
 

@@ -43,9 +43,9 @@ MIXTURE: dict[str, Any] = {
 }
 
 
-def stock_delta_rule(query: Tensor, key: Tensor, value: Tensor, **rest: Any) -> Any:
+def stock_delta_rule(query: Tensor, key: Tensor, value: Tensor, **rest: Any) -> Tensor:
     """The one that a GPU's is compared with."""
-    return modeling_qwen3_5.torch_chunk_gated_delta_rule(query, key, value, **rest)
+    return modeling_qwen3_5.torch_chunk_gated_delta_rule(query, key, value, **rest)[0]
 
 
 TARGETS = {
@@ -94,7 +94,7 @@ def test_the_truth_check_compares_fast_blocks_with_stock_ones() -> None:
     checks = {check.name: check for check in truth_check(target, documents)}
     assert 0 < checks["fast blocks equal stock"].worst < 1e-4
 
-    def forgetful(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Any:
+    def forgetful(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         return stock_delta_rule(query, key, value, g=g * 0, beta=beta)
 
     accelerate(target, Toolbox(fused=False, delta_rule=forgetful))

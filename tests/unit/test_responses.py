@@ -261,7 +261,7 @@ def test_a_fault_in_a_launched_process_is_one_clear_line(target: TargetConfig, i
     asked = make_conversations(tmp_path / "conversations", ROWS[:4])
     nowhere = target.model_copy(update={"uri": "file:/nowhere"})
     with pytest.raises(
-        ValueError, match=r"process \d of 2 failed \(.*no config.json.*\); answers so far are kept"
+        ValueError, match=r"process \d of 2 failed \(.*no config.json.*\); what is finished is kept"
     ) as caught:
         respond("s", CONFIG, nowhere, FETCH, asked, interface, tmp_path / "out", processes=2)
     assert "\n" not in str(caught.value)

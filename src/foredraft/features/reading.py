@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foredraft.features import taps
 from foredraft.features.batching import pad
-from foredraft.features.layout import quantise
 from foredraft.target.frozen import FrozenTarget
+from foredraft.target.kernels import has_triton, to_device
 
 HEAD_BYTES = 2 << 30
 """What the logits of a chunk of supervised positions may take, in the head's type."""
 GROUP = 512
 """Logits that are looked at through their largest alone."""
-NOT_FINITE, CONSTANT = 1, 2
 
 
 @dataclass
@@ -66,6 +66,11 @@ class Reader:
     def __init__(self, frozen: FrozenTarget, storage: torch.dtype, top_k: int):
         self._frozen, self._storage, self._top_k = frozen, storage, top_k
         self._head = Head(frozen)
+        self._take_tap = taps.take_tap
+        if frozen.device.type == "cuda" and has_triton():
+            from foredraft.features import fused_taps
+
+            self._take_tap = fused_taps.take_tap
 
     @torch.inference_mode()
     def read(self, documents: list[tuple[Tensor, Tensor]]) -> Reading:
@@ -75,36 +80,28 @@ class Reader:
         width = padded.shape[1]
         places = torch.cat([row * width + torch.arange(len(ids)) for row, (ids, _) in enumerate(documents)])
         mask = torch.cat([mask for _, mask in documents]).bool()
-        on_device = padded.to(device, non_blocking=True)
-        places_on_device = places.to(device, non_blocking=True)
-        hidden: Tensor | None = None
+        on_device, places_on_device = to_device(padded, device), to_device(places, device)
         scale: Tensor | None = None
-        faults = torch.empty(len(places), len(layer_ids), dtype=torch.uint8, device=device)
+        shape = (len(places), len(layer_ids))
+        hidden = torch.empty(*shape, self._frozen.embeddings.embedding_dim, dtype=self._storage, device=device)
+        if self._storage == torch.float8_e4m3fn:
+            scale = torch.empty(shape, device=device)
+        faults = torch.empty(shape, dtype=torch.uint8, device=device)
         sums = torch.empty(len(layer_ids), 3, dtype=torch.float64, device=device)
 
         def on_tap(layer_id: int, states: Tensor) -> None:
-            nonlocal hidden, scale
             tap = layer_ids.index(layer_id)
-            rows = states.reshape(-1, states.shape[-1]).index_select(0, places_on_device)
-            faults[:, tap], sums[tap] = inspect(rows)
-            if hidden is None:
-                hidden = torch.empty(len(rows), len(layer_ids), rows.shape[-1], dtype=self._storage, device=device)
-                if self._storage == torch.float8_e4m3fn:
-                    scale = torch.empty(len(rows), len(layer_ids), device=device)
-            if scale is None:
-                hidden[:, tap] = rows.to(self._storage)
-            else:
-                hidden[:, tap], scale[:, tap] = quantise(rows)
+            part = None if scale is None else scale[:, tap]
+            sums[tap] = self._take_tap(states.flatten(0, 1), places_on_device, hidden[:, tap], part, faults[:, tap])
 
         final = self._frozen.stream(on_device, on_tap, final=self._top_k > 0)
-        assert hidden is not None
         count = int(mask.sum())
         if final is None:
             ids = torch.empty(count, 0, dtype=torch.int32, device=device)
             logprobs = torch.empty(count, 0, device=device)
         else:
             # The logits that predict a token stand one position earlier.
-            before = (places[mask] - 1).to(device, non_blocking=True)
+            before = to_device(places[mask] - 1, device)
             ids, logprobs = self._head.top(final.reshape(-1, final.shape[-1]), before, self._top_k)
         given = on_device.reshape(-1).index_select(0, places_on_device).int()
         return Reading(given, hidden, scale, faults, sums, ids, logprobs)
@@ -146,16 +143,3 @@ def largest(logits: Tensor, k: int) -> Tensor:
     inside = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))  # (M, k, GROUP)
     best = inside.flatten(1).topk(k).indices
     return chosen.gather(1, best // GROUP) * GROUP + best % GROUP
-
-
-def inspect(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Faults of each of ``(N, D)`` states, 0 where there is none, and the sums of values, of squares and of zeros.
-
-    Counted before any cast to the stored type.
-    """
-    values = rows.float()
-    not_finite = ~values.isfinite().all(-1)
-    constant = values.amax(-1) == values.amin(-1)
-    faults = not_finite.to(torch.uint8) * NOT_FINITE + (constant & ~not_finite).to(torch.uint8) * CONSTANT
-    sums = [values.sum(-1), values.square().sum(-1), (values == 0).sum(-1)]
-    return faults, torch.stack([part.double().sum() for part in sums])

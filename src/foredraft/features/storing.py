@@ -18,7 +18,8 @@ from torch import Tensor
 from foredraft.artifacts import write_atomic
 from foredraft.features.batching import ShardPlan
 from foredraft.features.layout import ShardFile
-from foredraft.features.reading import CONSTANT, NOT_FINITE, Reading
+from foredraft.features.reading import Reading
+from foredraft.features.taps import CONSTANT, NOT_FINITE
 from foredraft.scratch import Scratch
 
 LANES = 3

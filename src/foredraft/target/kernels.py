@@ -9,12 +9,14 @@ blocks of any other make stay as they are. A caller compares both paths before i
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foredraft.target.frozen import FrozenTarget
 
@@ -28,8 +30,12 @@ KNOWN_BLOCKS = {
 }
 """Blocks that are norm, mixer, sum, norm, feed-forward, sum, and nothing else."""
 
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+CHUNK = 64
+"""Tokens of a chunk of the delta rule."""
+
 Forward = Callable[..., Tensor]
-DeltaRule = Callable[..., tuple[Tensor, Any]]
+DeltaRule = Callable[..., Tensor]
 Mixer = Callable[[Tensor, Tensor, dict[str, Any]], None]
 """Adds to its second argument what it makes of the first; the third is what the decoder passes to its blocks."""
 
@@ -38,7 +44,7 @@ class Toolbox:
     """The functions a fast block is put together from: Triton's on a GPU, plain ones elsewhere.
 
     Args:
-        delta_rule: ``chunk_gated_delta_rule`` of flash-linear-attention or of its kind.
+        delta_rule: of query and key ``(B, T, H, E)``, value, decay ``g`` and strength ``beta``; gives ``(B, T, H, E)``.
     """
 
     def __init__(self, fused: bool, delta_rule: DeltaRule | None):
@@ -133,7 +139,7 @@ def _delta_net(mixer: Any, tools: Toolbox) -> Mixer:
         query, key, value, decay, strength = tools.delta_inputs(
             projected, conv, mixer.A_log, mixer.dt_bias, mixer.num_k_heads, mixer.key_dim, mixer.value_dim
         )
-        read, _ = delta_rule(query, key, value, g=decay, beta=strength)
+        read = delta_rule(query, key, value, g=decay, beta=strength)
         gate = projected[..., mixed : mixed + mixer.value_dim]
         gated = tools.gated_rms_norm(read, gate, mixer.norm.weight, mixer.norm.variance_epsilon)
         add_product(total, gated, output)
@@ -158,15 +164,13 @@ def _gated_attention(mixer: Any, tools: Toolbox) -> Mixer:
         )
         turned = tools.norm_and_rotate(query[..., :size], q_weight, q_eps, centred, cos, sin)
         key = tools.norm_and_rotate(key, k_weight, k_eps, centred, cos, sin)
-        # Right padding needs no mask: no token looks ahead.
-        read = F.scaled_dot_product_attention(
-            turned.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
-            scale=mixer.scaling,
-        )
+        # Right padding needs no mask: no token looks ahead. One implementation for all lengths: another builds a plan for
+        # each new shape, which takes longer than the batch.
+        turned, key, value = (x.transpose(1, 2) for x in (turned, key, value))
+        with sdpa_kernel(ATTENTION):
+            read = F.scaled_dot_product_attention(
+                turned, key, value, is_causal=True, enable_gqa=True, scale=mixer.scaling
+            )
         add_product(total, tools.sigmoid_gate(read.transpose(1, 2).flatten(-2), query), output)
 
     return forward
@@ -203,9 +207,14 @@ def accelerate(target: FrozenTarget, tools: Toolbox) -> int:
 
 def choose_tools() -> Toolbox | None:
     """What this machine has: ``None`` without a GPU and Triton, where Transformers' own blocks are as good as any."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    if not torch.cuda.is_available() or not has_triton():
         return None
     return Toolbox(fused=True, delta_rule=fla_delta_rule())
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def fla_delta_rule() -> DeltaRule | None:
@@ -214,7 +223,27 @@ def fla_delta_rule() -> DeltaRule | None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return chunk_gated_delta_rule
+    def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        # As one row with bounds: the number of rows is among what the library tunes its kernels by, the bounds are not.
+        bounds, chunks = row_bounds(*query.shape[:2], query.device)
+        query, key, flat, g, beta = (x.flatten(0, 1)[None] for x in (query, key, value, g, beta))
+        read, _ = chunk_gated_delta_rule(query, key, flat, g=g, beta=beta, cu_seqlens=bounds, chunk_indices=chunks)
+        return read.view(value.shape)
+
+    return delta_rule
+
+
+@lru_cache(maxsize=2)
+def row_bounds(rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where rows of one length begin and end, ``(B + 1)``, and row and number of each chunk of them, ``(chunks, 2)``."""
+    chunks = -(-length // CHUNK)
+    numbers = torch.stack([torch.arange(rows).repeat_interleave(chunks), torch.arange(chunks).repeat(rows)], 1)
+    return to_device(torch.arange(0, rows * length + 1, length), device), to_device(numbers, device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy without waiting for what the device is doing: from pageable memory a copy would."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def describe(kernels: str) -> dict[str, str]:

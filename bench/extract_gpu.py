@@ -136,6 +136,7 @@ def ours() -> dict[str, Any]:
         "floor_tokens_per_s": round(ids.numel() / bare),
         "floor_share": round(bare / seconds, 3),
     }
+    found["seconds_first_and_second"] = new_shapes(target)
     print(found, flush=True)
     found["kernel_milliseconds"] = by_kernel(forward)
     print(found["kernel_milliseconds"], flush=True)
@@ -264,6 +265,22 @@ def part_of(name: str) -> Iterator[dict[str, str]]:
     if name != "plain":
         environment["PYTHONPATH"] = os.environ.get("FLA", "")
     yield environment
+
+
+def new_shapes(target: Any) -> dict[str, float]:
+    """Seconds of a first and of a second pass over batches of lengths not seen before."""
+    found = {}
+    for rows, length in ((5, 3000), (2, 6500), (40, 400)):
+        ids = torch.randint(1000, 200_000, (rows, length), device="cuda")
+        times = []
+        for _ in range(2):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            target.stream(ids, lambda _layer, _states: None)
+            torch.cuda.synchronize()
+            times.append(round(time.perf_counter() - start, 3))
+        found[f"{rows}x{length}"] = times
+    return found
 
 
 PARTS = {"plain": plain, "ours": ours}

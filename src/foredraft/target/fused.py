@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 32
+TOKENS = 64
 """Tokens that one program of the convolution handles."""
 
 
@@ -87,26 +87,31 @@ def delta_inputs(
     rows, length, width = projected.shape
     heads, size = len(a_log), key_size // key_heads
     assert value_size == heads * size, f"heads of keys ({size}) and of values ({value_size // heads}) differ in size"
-    query, key = (projected.new_empty(rows, length, key_heads, size) for _ in range(2))
+    assert len(conv) == 4, f"a convolution over {len(conv)} tokens instead of 4"
+    group = next(count for count in (8, 4, 2, 1) if key_heads % count == 0 and heads % count == 0)
+    unit = projected.new_empty(2, rows, length, key_heads, size)
     value = projected.new_empty(rows, length, heads, size)
     decay = torch.empty(rows, length, heads, dtype=torch.float32, device=projected.device)
     strength = projected.new_empty(rows, length, heads)
-    grid = (triton.cdiv(length, TOKENS), 2 * key_heads + heads, rows)
-    _convolve[grid](
-        projected,
-        conv,
-        query,
-        key,
-        value,
-        length,
-        projected.stride(1),
-        key_heads,
-        heads,
-        size,
-        conv.shape[0],
-        TOKENS,
-        num_warps=4,
-    )
+    blocks, channels, stride = triton.cdiv(length, TOKENS), conv.shape[1], projected.stride(1)
+    for out, begin, count, of in ((unit, 0, 2 * key_heads, key_heads), (value, 2 * key_size, heads, heads)):
+        grid = (blocks, count // group, rows)
+        _convolve[grid](
+            projected,
+            conv,
+            out,
+            length,
+            stride,
+            out.stride(0),
+            begin,
+            of,
+            size,
+            channels,
+            group,
+            TOKENS,
+            out is unit,
+            num_warps=4,
+        )
     _decay_and_strength[(rows * length,)](
         projected,
         a_log,
@@ -119,7 +124,7 @@ def delta_inputs(
         triton.next_power_of_2(heads),
         num_warps=1,
     )
-    return query, key, value, decay, strength
+    return unit[0], unit[1], value, decay, strength
 
 
 @triton.jit
@@ -227,44 +232,55 @@ def _norm_and_rotate(
 def _convolve(
     projected,
     conv,
-    query,
-    key,
-    value,
+    out,
     length,
     stride,
-    key_heads: tl.constexpr,
-    value_heads: tl.constexpr,
+    part_stride,
+    begin: tl.constexpr,
+    heads: tl.constexpr,
     size: tl.constexpr,
-    width: tl.constexpr,
+    channels: tl.constexpr,
+    group: tl.constexpr,
     tokens: tl.constexpr,
+    unit: tl.constexpr,
 ):
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)[:, None]
-    at = tl.arange(0, size)[None, :]
-    channels: tl.constexpr = (2 * key_heads + value_heads) * size
-    channel = head * size + at
-    total = tl.zeros((tokens, size), dtype=tl.float32)
-    for back in tl.static_range(width):
-        source = token - back
-        values = tl.load(
-            projected + (row * length + source) * stride + channel, mask=(source >= 0) & (source < length), other=0.0
-        )
-        total += values.to(tl.float32) * tl.load(conv + (width - 1 - back) * channels + channel).to(tl.float32)
+    """A run of tokens of some heads: each value is read once, and the three before it are still at hand."""
+    head, row = tl.program_id(1) * group, tl.program_id(2).to(tl.int64)
+    first = tl.program_id(0) * tokens
+    offset = tl.arange(0, group)[:, None] * size + tl.arange(0, size)[None, :]
+    channel = begin + head * size + offset
+    w0 = tl.load(conv + channel).to(tl.float32)
+    w1 = tl.load(conv + channels + channel).to(tl.float32)
+    w2 = tl.load(conv + 2 * channels + channel).to(tl.float32)
+    w3 = tl.load(conv + 3 * channels + channel).to(tl.float32)
+    source = projected + (row * length + first) * stride + channel
+    part = (head // heads).to(tl.int64)
+    target = out + part * part_stride + ((row * length + first) * heads + head % heads) * size + offset
     dtype = projected.dtype.element_ty
+    place = first + offset * 0
+    x0 = tl.load(source - 3 * stride, mask=place >= 3, other=0.0).to(tl.float32)
+    x1 = tl.load(source - 2 * stride, mask=place >= 2, other=0.0).to(tl.float32)
+    x2 = tl.load(source - stride, mask=place >= 1, other=0.0).to(tl.float32)
+    for _ in range(0, tokens, 2):
+        x3 = tl.load(source, mask=place < length, other=0.0).to(tl.float32)
+        x4 = tl.load(source + stride, mask=place + 1 < length, other=0.0).to(tl.float32)
+        even = _silu_unit(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, unit, dtype)
+        odd = _silu_unit(x1 * w0 + x2 * w1 + x3 * w2 + x4 * w3, unit, dtype)
+        tl.store(target, even, mask=place < length)
+        tl.store(target + heads * size, odd, mask=place + 1 < length)
+        x0, x1, x2 = x2, x3, x4
+        source += 2 * stride
+        target += 2 * heads * size
+        place += 2
+
+
+@triton.jit
+def _silu_unit(total, unit: tl.constexpr, dtype: tl.constexpr):
     total = total.to(dtype).to(tl.float32)
     total = (total * tl.sigmoid(total)).to(dtype).to(tl.float32)
-    inside = token < length
-    if head < 2 * key_heads:
+    if unit:
         total = total * tl.rsqrt(tl.sum(total * total, 1) + 1e-6)[:, None]
-        if head < key_heads:
-            tl.store(query + ((row * length + token) * key_heads + head) * size + at, total.to(dtype), mask=inside)
-        else:
-            tl.store(
-                key + ((row * length + token) * key_heads + head - key_heads) * size + at, total.to(dtype), mask=inside
-            )
-    else:
-        place = ((row * length + token) * value_heads + head - 2 * key_heads) * size + at
-        tl.store(value + place, total.to(dtype), mask=inside)
+    return total.to(dtype)
 
 
 @triton.jit

@@ -30,7 +30,8 @@ KNOWN_BLOCKS = {
 }
 """Blocks that are norm, mixer, sum, norm, feed-forward, sum, and nothing else."""
 
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+LONG, LENGTH_STEP = 1024, 256
+"""From how many tokens on a row counts as long, and to what its length is then rounded for attention."""
 CHUNK = 64
 """Tokens of a chunk of the delta rule."""
 
@@ -164,16 +165,27 @@ def _gated_attention(mixer: Any, tools: Toolbox) -> Mixer:
         )
         turned = tools.norm_and_rotate(query[..., :size], q_weight, q_eps, centred, cos, sin)
         key = tools.norm_and_rotate(key, k_weight, k_eps, centred, cos, sin)
-        # Right padding needs no mask: no token looks ahead. One implementation for all lengths: another builds a plan for
-        # each new shape, which takes longer than the batch.
-        turned, key, value = (x.transpose(1, 2) for x in (turned, key, value))
-        with sdpa_kernel(ATTENTION):
-            read = F.scaled_dot_product_attention(
-                turned, key, value, is_causal=True, enable_gqa=True, scale=mixer.scaling
-            )
-        add_product(total, tools.sigmoid_gate(read.transpose(1, 2).flatten(-2), query), output)
+        read = attend(turned, key, value, mixer.scaling)
+        add_product(total, tools.sigmoid_gate(read, query), output)
 
     return forward
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of ``(B, T, H, E)`` over keys and values of as many or fewer heads; gives ``(B, T, H * E)``.
+
+    Right padding needs no mask: no token looks ahead. cuDNN's is the fastest, but builds a plan for each new shape: long rows
+    come to it in few lengths, and short ones, whose attention is little, do not come to it.
+    """
+    length = query.shape[1]
+    heads = [query, key, value]
+    if length >= LONG and (left := -length % LENGTH_STEP):
+        heads = [F.pad(x, (0, 0, 0, 0, 0, left)) for x in heads]
+    backends = [SDPBackend.CUDNN_ATTENTION] * (length >= LONG) + [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    query, key, value = (x.transpose(1, 2) for x in heads)
+    with sdpa_kernel(backends, set_priority=True):
+        read = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=scale)
+    return read.transpose(1, 2)[:, :length].flatten(-2).contiguous()
 
 
 def _add(total: Tensor, x: Tensor) -> None:

@@ -79,7 +79,7 @@ push: venv  ## send artefacts and the run cache to the DVC remote
 pull: venv  ## fetch what the next run needs, and run what is out of date
 	$(BIN)/dvc repro --pull --allow-missing
 
-peers: .peers/zlab/complete .peers/specforge/complete  ## make the environments of other people's code, for the oracle tests and bench-data
+peers: .peers/zlab/complete .peers/specforge/complete .peers/triton/complete  ## make the environments of other people's code, for the oracle tests and bench-data
 
 .peers/%/complete: requirements-peers-%.lock .venv/complete
 	rm -rf .peers/$*
@@ -92,6 +92,9 @@ peers: .peers/zlab/complete .peers/specforge/complete  ## make the environments 
 bench-data: .peers/specforge/complete  ## rows/s, tokens/s and memory of curate and prepare beside SpecForge's
 	$(BIN)/python -m bench.data
 
+bench-extract: venv  ## tokens/s of extract on this machine beside a plain loop (after make repro); GPUs: see the script
+	$(BIN)/python -m bench.extract
+
 lock:  ## resolve pyproject.toml anew into requirements.lock
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
@@ -103,4 +106,4 @@ lock:  ## resolve pyproject.toml anew into requirements.lock
 gc-scratch: ## delete unfinished and finished work kept for resuming (not the artefacts)
 	rm -rf "$(FOREDRAFT_SCRATCH)"
 
-.PHONY: help venv repro table test check format sources profile inspect experiments accept push pull peers bench-data lock gc-scratch
+.PHONY: help venv repro table test check format sources profile inspect experiments accept push pull peers bench-data bench-extract lock gc-scratch

@@ -72,8 +72,9 @@ class Scratch:
         partial, final = self.partial(name), self.path / name
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
+        # The seal first: what has its name is finished, whenever the process dies.
+        write_atomic(self._seal(name), json.dumps({"sha256": sha256, "stamp": _stamp(partial)}))
         partial.replace(final)
-        write_atomic(self._seal(name), json.dumps({"sha256": sha256, "stamp": _stamp(final)}))
         return final
 
     def publish(self, out: Path, manifest: Manifest, names: list[str]) -> None:

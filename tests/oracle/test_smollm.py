@@ -15,7 +15,9 @@ from foredraft.chat.render import Renderer
 from foredraft.drafter.masks import decoding_mask
 from foredraft.drafter.model import Drafter, initialise_random
 from foredraft.export.zlab import read_zlab
-from foredraft.features.checks import truth_check
+from foredraft.features.batching import plan_shards
+from foredraft.features.checks import distances, truth_check
+from foredraft.features.reading import Reader
 from foredraft.speculation.chain import decode
 from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import ReplaySession, SlotSession
@@ -76,6 +78,23 @@ def test_the_truth_check_passes(smollm: FrozenTarget, prompts: list[list[int]]) 
     assert max(check.worst for check in checks) < 1e-4
 
 
+def test_every_stored_state_is_that_of_a_stock_forward_alone(smoke: Workspace, smollm: FrozenTarget) -> None:
+    """Real documents of all lengths in one batch, against each by itself; states here are hundreds in length."""
+    tokens = smoke.path / "data/tokens/code"
+    plan = plan_shards(tokens, ["train-00000.safetensors"], 10**6, 10**6)[0]
+    documents = sorted(plan.read(tokens), key=lambda document: len(document[0]))[:: len(plan.lengths) // 5]
+    reading = Reader(smollm, torch.float32, 16).read(documents)
+    start = 0
+    for ids, _ in documents:
+        with torch.inference_mode():
+            stock = smollm.model(input_ids=ids[None].long(), output_hidden_states=True, use_cache=False)
+        for tap, layer_id in enumerate(smollm.layer_ids):
+            mine = reading.hidden[start : start + len(ids), tap]
+            assert float(distances(mine, stock.hidden_states[layer_id + 1][0]).max()) < 1e-5
+        start += len(ids)
+    assert start == len(reading.hidden)
+
+
 def our_first_block_logits(drafter: Drafter, target: FrozenTarget, prompt: list[int]) -> Tensor:
     ids = torch.tensor([prompt])
     choice = drafter.shape.choice
@@ -102,7 +121,7 @@ def test_zlabs_own_code_loads_the_export_and_agrees(
     references: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    subprocess.run(["make", "--no-print-directory", "peers"], cwd=ROOT, check=True)
+    subprocess.run(["make", "--no-print-directory", ".peers/zlab/complete"], cwd=ROOT, check=True)
     few = prompts[:2]
     (tmp_path / "prompts.json").write_text(json.dumps(few))
     python, peer = ROOT / ".peers/zlab/bin/python", ROOT / "tests/oracle/zlab_peer.py"

@@ -1,7 +1,9 @@
 """A stage that is killed goes on where it was, and ends in the same bytes."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,6 +56,80 @@ def test_extraction_loses_at_most_the_shard_in_flight(smoke: Workspace, fresh_sc
     smoke.run("python", "-m", *arguments, FOREDRAFT_SCRATCH=str(fresh_scratch))
     assert finished.stat().st_mtime_ns == written
     assert files_of(out) == files_of(smoke.path / "data/features/code")
+
+
+def extract_code(out: Path, metrics: Path) -> list[str]:
+    """The command of ``extract@code`` with an output of its own."""
+    inputs = ["--tokens", "data/tokens/code", "--target", "data/target"]
+    return ["stages.extract", "code", *inputs, "--out", str(out), "--metrics", str(metrics)]
+
+
+def test_a_process_that_dies_is_started_again_and_its_shard_made_anew(
+    smoke: Workspace, fresh_scratch: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "features"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(smoke.path / "src"),
+        "FOREDRAFT_SCRATCH": str(fresh_scratch),
+        "FOREDRAFT_PROCESSES": "2",
+    }
+    command = [sys.executable, "-m", *extract_code(out, tmp_path / "extract.json")]
+    process = subprocess.Popen(command, cwd=smoke.path, env=environment, stderr=subprocess.PIPE, text=True)
+    heartbeat = fresh_scratch / "heartbeat/extract-code-1.json"
+    deadline = time.monotonic() + 300
+    while not heartbeat.exists():
+        assert process.poll() is None, "ended before a process could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    killed = json.loads(heartbeat.read_text())["pid"]
+    os.kill(killed, signal.SIGKILL)
+    _, told = process.communicate()
+    assert process.returncode == 0, told[-3000:]
+    beats = [json.loads(path.read_text()) for path in heartbeat.parent.glob("extract-code-*.json")]
+    assert {beat["stage"] for beat in beats} == {"extract-code-0", "extract-code-1"}
+    assert all(beat["state"] == "done" and beat["pid"] != killed for beat in beats)
+    assert files_of(out) == files_of(smoke.path / "data/features/code")
+
+
+def test_two_machines_share_the_work_and_one_publishes(smoke: Workspace, fresh_scratch: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(smoke.path / "src"),
+        "FOREDRAFT_SCRATCH": str(fresh_scratch),
+        "FOREDRAFT_NODES": "2",
+        "FOREDRAFT_RENDEZVOUS": f"localhost:{port}",
+    }
+    commands = [
+        [sys.executable, "-m", *extract_code(tmp_path / name, tmp_path / f"{name}.json"), *flags]
+        for name, flags in (("first", []), ("second", ["--join"]))
+    ]
+    machines = [
+        subprocess.Popen(command, cwd=smoke.path, env=environment, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    for machine in machines:
+        _, told = machine.communicate(timeout=300)
+        assert machine.returncode == 0, told[-3000:]
+    assert files_of(tmp_path / "first") == files_of(smoke.path / "data/features/code")
+    assert not (tmp_path / "second").exists()
+    assert not (tmp_path / "second.json").exists()
+
+
+def test_work_under_other_params_is_never_taken_up(smoke: Workspace, fresh_scratch: Path, tmp_path: Path) -> None:
+    params = tmp_path / "params.yaml"
+    params.write_text((smoke.path / "params.yaml").read_text().replace("storage: bfloat16", "storage: float8_e4m3fn"))
+    for name, flags in (("bfloat16", []), ("float8", ["--params", str(params)])):
+        command = ["python", "-m", *extract_code(tmp_path / name, tmp_path / f"{name}.json"), *flags]
+        smoke.run(*command, FOREDRAFT_SCRATCH=str(fresh_scratch))
+    assert len(list(fresh_scratch.glob("extract-code/*/train-00000.safetensors"))) == 2
+    sizes = [sum(len(content) for content in files_of(tmp_path / name).values()) for name in ("float8", "bfloat16")]
+    assert sizes[0] < 0.6 * sizes[1]
+    manifest = json.loads((tmp_path / "float8/manifest.json").read_text())
+    assert manifest["contract"]["feature_storage"] == "float8_e4m3fn"
 
 
 def test_training_ends_in_the_same_weights(smoke: Workspace, fresh_scratch: Path, tmp_path: Path) -> None:

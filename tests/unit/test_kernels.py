@@ -119,7 +119,7 @@ def test_merged_weights_are_held_once() -> None:
     assert torch.equal(layers[1].weight, before[1])
 
 
-def test_on_a_cpu_the_contract_says_stock() -> None:
-    assert choose_tools() is None
-    assert describe("auto")["blocks"] == "stock"
-    assert describe("auto")["device"] == "cpu"
+def test_the_contract_says_by_which_path_states_are_read() -> None:
+    assert choose_tools().delta_rule is None, "without a GPU the delta rule is Transformers' own"
+    assert describe("auto") == {"device": "cpu", "blocks": "merged"}
+    assert describe("stock") == {"device": "cpu", "blocks": "stock"}

@@ -199,9 +199,8 @@ def ready_target(job: Job, device: str | None, keep_record: bool) -> FrozenTarge
     """Load the target, with the blocks that this machine has, and check it on documents of the first shard."""
     folder = checkpoint_folder(job.target, job.fetch)
     frozen = load_target(folder, job.target, job.config.target_layer_ids, device)
-    tools = choose_tools() if job.config.kernels == "auto" else None
-    if tools is not None:
-        fast = accelerate(frozen, tools)
+    if job.config.kernels == "auto":
+        fast = accelerate(frozen, choose_tools())
         print(f"fast blocks: {fast} of {len(frozen.blocks)}")
     documents = job.plans[0].read(job.tokens)[: job.config.truth_check_documents]
     checks = truth_check(frozen, [ids for ids, _ in documents])

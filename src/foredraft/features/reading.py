@@ -14,8 +14,8 @@ from foredraft.features.batching import pad
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.kernels import has_triton, to_device
 
-HEAD_BYTES = 2 << 30
-"""What the logits of a chunk of supervised positions may take, in the head's type."""
+HEAD_ROWS = {"cuda": 4096, "cpu": 256}
+"""Supervised positions whose logits are held at once."""
 GROUP = 512
 """Logits that are looked at through their largest alone."""
 
@@ -112,12 +112,11 @@ class Head:
 
     def __init__(self, frozen: FrozenTarget):
         self._head = frozen.head
-        rows = frozen.head.weight.shape[0]
-        self._chunk = max(1, HEAD_BYTES // (rows * frozen.head.weight.element_size()))
+        self._rows = HEAD_ROWS.get(frozen.device.type, 1024)
 
     def top(self, final: Tensor, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids ``(M, K)`` int32 and log-probabilities ``(M, K)`` of the ``k`` likeliest after each of ``places (M)``."""
-        found = [self._top(final.index_select(0, part), k) for part in places.split(self._chunk)]
+        found = [self._top(final.index_select(0, part), k) for part in places.split(self._rows)]
         if not found:
             return final.new_empty(0, k, dtype=torch.int32), final.new_empty(0, k, dtype=torch.float32)
         return torch.cat([ids for ids, _ in found]), torch.cat([logprobs for _, logprobs in found])
@@ -125,7 +124,7 @@ class Head:
     def _top(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
         logits = self._head(states)
         top = largest(logits, k)
-        return top.int(), logits.gather(-1, top).float() - logits.float().logsumexp(-1, keepdim=True)
+        return top.int(), logits.log_softmax(-1, dtype=torch.float32).gather(-1, top)
 
 
 def largest(logits: Tensor, k: int) -> Tensor:

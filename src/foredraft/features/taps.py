@@ -33,9 +33,10 @@ def take_tap(states: Tensor, places: Tensor, hidden: Tensor, scale: Tensor | Non
 
 def inspect(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Faults of each of ``(N, D)`` states, and the sums of values, of squares and of zeros."""
-    values = rows.float()
-    not_finite = ~values.isfinite().all(-1)
-    constant = values.amax(-1) == values.amin(-1)
-    faults = not_finite.to(torch.uint8) * NOT_FINITE + (constant & ~not_finite).to(torch.uint8) * CONSTANT
-    sums = [values.sum(-1), values.square().sum(-1), (values == 0).sum(-1)]
+    squares = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32).square()
+    bottom, top = torch.aminmax(rows, dim=-1)
+    not_finite = ~(bottom.isfinite() & top.isfinite())
+    faults = not_finite.to(torch.uint8) * NOT_FINITE + ((bottom == top) & ~not_finite).to(torch.uint8) * CONSTANT
+    zeros = rows.shape[-1] - rows.count_nonzero(dim=-1)
+    sums = [rows.sum(-1, dtype=torch.float32), squares, zeros]
     return faults, torch.stack([part.double().sum() for part in sums])

@@ -174,7 +174,7 @@ def _gated_attention(mixer: Any, tools: Toolbox) -> Mixer:
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of ``(B, T, H, E)`` over keys and values of as many or fewer heads; gives ``(B, T, H * E)``.
 
-    Right padding needs no mask: no token looks ahead. cuDNN's is the fastest, but builds a plan for each new shape: long rows
+    Right padding needs no mask: no token looks ahead. cuDNN is the fastest, but plans for each new shape: long rows
     come to it in few lengths, and short ones, whose attention is little, do not come to it.
     """
     length = query.shape[1]
@@ -217,11 +217,11 @@ def accelerate(target: FrozenTarget, tools: Toolbox) -> int:
     return fast
 
 
-def choose_tools() -> Toolbox | None:
-    """What this machine has: ``None`` without a GPU and Triton, where Transformers' own blocks are as good as any."""
-    if not torch.cuda.is_available() or not has_triton():
-        return None
-    return Toolbox(fused=True, delta_rule=fla_delta_rule())
+def choose_tools() -> Toolbox:
+    """What this machine has: with a GPU and Triton everything; otherwise merged products, and the plain functions."""
+    if torch.cuda.is_available() and has_triton():
+        return Toolbox(fused=True, delta_rule=fla_delta_rule())
+    return Toolbox(fused=False, delta_rule=None)
 
 
 def has_triton() -> bool:
@@ -264,11 +264,11 @@ def describe(kernels: str) -> dict[str, str]:
     Args:
         kernels: ``auto`` or ``stock``, as the params have it.
     """
-    tools = choose_tools() if kernels == "auto" else None
-    packages = ("fla-core", "triton", "causal-conv1d", "flash-attn")
+    on_gpu = torch.cuda.is_available()
+    packages = ("fla-core", "triton", "causal-conv1d", "flash-attn") if on_gpu else ()
     return {
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "blocks": "stock" if tools is None else "fused",
+        "device": "cuda" if on_gpu else "cpu",
+        "blocks": "stock" if kernels == "stock" else "fused" if on_gpu and has_triton() else "merged",
         **{name: found for name in packages if (found := _version(name))},
     }
 

@@ -1,0 +1,93 @@
+"""Every Triton kernel against the plain function that it stands for, in Triton's interpreter; prints the differences.
+
+Run with the Python of ``.peers/triton``. The interpreter cuts where a GPU rounds, so 16-bit types are compared loosely.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+
+from foredraft.features import fused_taps, taps
+from foredraft.target import fused, pointwise
+
+Pair = tuple[str, Tensor, Tensor]
+
+
+def block_functions(dtype: torch.dtype) -> Iterator[Pair]:
+    """Name, ours and the plain result of each function between the products of a block."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, wide, heads, weight = some(2, 5, 24), some(2, 5, 100), some(2, 5, 3, 16), some(16)
+    for centred in (False, True):
+        arguments = (x, x[0, 0], 1e-6, centred)
+        yield "rms_norm", fused.rms_norm(*arguments), pointwise.rms_norm(*arguments)
+    gated = (heads, wide[..., 20:68], weight, 1e-6)
+    yield "gated_rms_norm", fused.gated_rms_norm(*gated), pointwise.gated_rms_norm(*gated)
+    yield "silu_mul", fused.silu_mul(wide), pointwise.silu_mul(wide)
+    projected = wide[..., :96].unflatten(-1, (3, 32))
+    read = some(2, 5, 48)
+    yield "sigmoid_gate", fused.sigmoid_gate(read, projected), pointwise.sigmoid_gate(read, projected)
+    for centred in (False, True):
+        turned = (projected[..., :16], weight, 1e-6, centred, some(2, 5, 8), some(2, 5, 8))
+        yield "norm_and_rotate", fused.norm_and_rotate(*turned), pointwise.norm_and_rotate(*turned)
+    for key_heads, value_heads, length in ((2, 4, 5), (2, 2, 33), (8, 8, 70), (3, 6, 130)):
+        size = 16
+        channels = (2 * key_heads + value_heads) * size
+        delta = (
+            some(2, length, channels + value_heads * size + 2 * value_heads),
+            some(4, channels),
+            torch.rand(value_heads, generator=generator),
+            torch.rand(value_heads, generator=generator),
+            key_heads,
+            key_heads * size,
+            value_heads * size,
+        )
+        parts = zip(fused.delta_inputs(*delta), pointwise.delta_inputs(*delta), strict=True)
+        for name, (mine, plain) in zip(("query", "key", "value", "decay", "strength"), parts, strict=True):
+            yield f"delta_inputs {name}", mine, plain
+
+
+def tap_functions(dtype: torch.dtype) -> Iterator[Pair]:
+    """Name, ours and the plain result of what is done to a tap."""
+    states = torch.randn(40, 24, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
+    states[7], states[13], states[9, 3], states[11, 2] = 0.0, 2.0, float("nan"), float("inf")
+    everything, sane = torch.tensor([0, 1, 2, 7, 9, 11, 13, 39, 20]), torch.tensor([0, 1, 39, 20])
+    for name, places, storage in (("bfloat16", everything, torch.bfloat16), ("float8", sane, torch.float8_e4m3fn)):
+        found = []
+        for module in (fused_taps, taps):
+            hidden = torch.zeros(len(places), 2, 24, dtype=storage)
+            faults = torch.zeros(len(places), 2, dtype=torch.uint8)
+            scale = torch.zeros(len(places), 2) if storage == torch.float8_e4m3fn else None
+            part = None if scale is None else scale[:, 1]
+            sums = module.take_tap(states, places, hidden[:, 1], part, faults[:, 1])
+            scaled = hidden.float() if scale is None else hidden.float() * scale[..., None]
+            good = ~faults[:, 1].bool()
+            found.append((scaled[good], faults, sums[None]))
+        for part_name, mine, plain in zip(("states", "faults", "sums"), *found, strict=True):
+            if part_name != "sums" or places is sane:
+                yield f"take_tap {name} {part_name}", mine, plain
+
+
+def main() -> None:
+    """Print, for each type and function, the distance as a share of the plain result's length."""
+    report: dict[str, dict[str, float]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        worst = report.setdefault(str(dtype), {})
+        for name, mine, plain in [*block_functions(dtype), *tap_functions(dtype)]:
+            assert mine.shape == plain.shape, name
+            assert mine.dtype == plain.dtype, name
+            share = float((mine.double() - plain.double()).norm() / plain.double().norm().clamp(min=1e-9))
+            worst[name] = max(worst.get(name, 0.0), share)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 usage: make bench-extract     (after make repro, whose data/tokens it reads; for GPUs: bench/extract_gpu.py)
 
 The plain loop is what one writes first: documents in file order, as many rows each time, padded to the longest of them,
-``output_hidden_states=True``, the taps kept. Ours does all that the stage does: batches by length, checks, top-k, files. Both
+``output_hidden_states=True``, the taps kept. Ours does what the stage does: batches by length, checks, top-k, files. Both
 run in bfloat16 with the same threads, and take turns.
 """
 

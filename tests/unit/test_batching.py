@@ -91,3 +91,11 @@ def test_reading_a_plan_gives_what_the_shard_holds(tmp_path: Path) -> None:
         assert torch.equal(ids, whole_ids[: len(ids)])
         assert torch.equal(mask, whole_mask[: len(ids)])
         assert not bool(whole_mask[len(ids) :].any())
+
+
+def test_few_documents_of_many_lengths_make_smaller_batches_instead_of_padding() -> None:
+    lengths = [500, 499, 498, 200, 199, 60, 58, 50, 16]
+    batches = batches_by_tokens(lengths, 2048)
+    assert batches == [(0, 1, 2), (3, 4), (5, 6, 7), (8,)]
+    alike = [100] * 40
+    assert [len(batch) for batch in batches_by_tokens(alike, 2080)] == [20, 20], "no smaller than they need be"

@@ -7,6 +7,7 @@ is a fair sample of the whole. Nothing depends on the machine: the same tokens a
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from foredraft.tokens.shards import TokenShard, read_shard
 MULTIPLE = 8
 """Lengths are padded to this: rows of a product then begin where the hardware likes them to."""
 SEED = 1
+BATCH_COST = 1 / 64
+"""What a batch costs by itself, as a share of a full one."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,27 @@ def useful_lengths(shard: TokenShard) -> Tensor:
 
 
 def batches_by_tokens(lengths: list[int], budget: int) -> list[tuple[int, ...]]:
-    """Group documents by length, so that rows times the longest row stay within ``budget``."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not batches or (len(batches[-1]) + 1) * padded_length(lengths[batches[-1][0]]) > budget:
-            batches.append([])
-        batches[-1].append(index)
-    return [tuple(batch) for batch in batches]
+    """Group documents by length, rows times the longest row within ``budget``, with the least padding that is worth it.
+
+    Of all ways to cut the sorted documents, the one whose batches hold the fewest tokens, padding included, where each
+    batch counts as a share of :data:`BATCH_COST` of the budget more: few documents of many lengths make smaller batches.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    held = np.array([padded_length(lengths[i]) for i in order], dtype=np.int64)
+    least = np.full(len(order) + 1, np.iinfo(np.int64).max)
+    least[0], begins = 0, np.zeros(len(order) + 1, dtype=np.int64)
+    for start, longest in enumerate(held.tolist()):
+        rows = np.arange(1, min(max(1, budget // longest), len(order) - start) + 1)
+        costs = least[start] + rows * longest + int(budget * BATCH_COST)
+        better = costs < least[start + rows]
+        least[start + rows[better]] = costs[better]
+        begins[start + rows[better]] = start
+    batches: list[tuple[int, ...]] = []
+    end = len(order)
+    while end:
+        batches.append(tuple(order[begins[end] : end]))
+        end = int(begins[end])
+    return batches[::-1]
 
 
 def padded_length(length: int) -> int:

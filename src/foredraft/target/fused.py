@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foredraft.target.pointwise import NormParts
+
 TOKENS = 64
 """Tokens that one program of the convolution handles."""
 
@@ -55,12 +57,13 @@ def sigmoid_gate(x: Tensor, projected: Tensor) -> Tensor:
     return out
 
 
-def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, centred: bool, cos: Tensor, sin: Tensor) -> Tensor:
+def norm_and_rotate(x: Tensor, norm: NormParts | None, cos: Tensor, sin: Tensor) -> Tensor:
     """See :func:`foredraft.target.pointwise.norm_and_rotate`."""
     heads, size = x.shape[-2:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (x.numel() // (heads * size),)
     cos, sin = cos.contiguous(), sin.contiguous()
+    weight, eps, centred = norm or (x, 0.0, False)
     strides = (x.stride(-3), x.stride(-2))
     _norm_and_rotate[grid](
         x,
@@ -70,6 +73,7 @@ def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, centred: bool, cos: T
         sin,
         *strides,
         eps,
+        norm is not None,
         centred,
         heads,
         size,
@@ -199,6 +203,7 @@ def _norm_and_rotate(
     stride,
     head_stride,
     eps: tl.constexpr,
+    normed: tl.constexpr,
     centred: tl.constexpr,
     heads: tl.constexpr,
     size: tl.constexpr,
@@ -211,19 +216,21 @@ def _norm_and_rotate(
     start = x + row * stride + head * head_stride
     loaded = tl.load(start + at, mask=inside, other=0.0)
     values = loaded.to(tl.float32)
-    root = tl.rsqrt(tl.sum(values * values, 1) / size + eps)[:, None]
-    normed = _scaled(values * root, tl.load(weight + at), loaded.dtype, centred).to(loaded.dtype)
+    if normed:
+        root = tl.rsqrt(tl.sum(values * values, 1) / size + eps)[:, None]
+        values = _scaled(values * root, tl.load(weight + at), loaded.dtype, centred).to(loaded.dtype).to(tl.float32)
     # Each value of the rotated part meets the one half a turn away.
     half: tl.constexpr = turned // 2
     other = tl.where(at < half, at + half, at - half)
     rotated = at < turned
     partner = tl.load(start + other, mask=inside & rotated, other=0.0).to(tl.float32)
-    other_weight = tl.load(weight + other, mask=rotated, other=0.0)
-    partner = _scaled(partner * root, other_weight, loaded.dtype, centred).to(loaded.dtype).to(tl.float32)
+    if normed:
+        other_weight = tl.load(weight + other, mask=rotated, other=0.0)
+        partner = _scaled(partner * root, other_weight, loaded.dtype, centred).to(loaded.dtype).to(tl.float32)
     partner = tl.where(at < half, -partner, partner)
     c = tl.load(cos + row * turned + at, mask=rotated, other=1.0).to(tl.float32)
     s = tl.load(sin + row * turned + at, mask=rotated, other=0.0).to(tl.float32)
-    result = (normed.to(tl.float32) * c).to(loaded.dtype).to(tl.float32)
+    result = (values * c).to(loaded.dtype).to(tl.float32)
     result += (partner * s).to(loaded.dtype).to(tl.float32)
     tl.store(out + row * heads * size + head * size + at, result.to(loaded.dtype), mask=inside)
 

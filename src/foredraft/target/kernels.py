@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foredraft.target.frozen import FrozenTarget
+from foredraft.target.pointwise import NormParts
 
 KNOWN_BLOCKS = {
     "LlamaDecoderLayer",
@@ -97,7 +98,8 @@ def _norm(norm: nn.Module, tools: Toolbox) -> Callable[[Tensor], Tensor]:
     return lambda x: tools.rms_norm(x, weight, eps, centred)
 
 
-def _norm_parts(norm: Any) -> tuple[Tensor, float, bool]:
+def _norm_parts(norm: Any) -> NormParts:
+    """Weight, epsilon, and whether the weight is zero-centred."""
     eps = getattr(norm, "eps", None) or norm.variance_epsilon
     ones = norm(torch.ones(1, norm.weight.shape[0], dtype=norm.weight.dtype, device=norm.weight.device))
     centred = not torch.allclose(ones[0].float(), norm.weight.float(), rtol=0.01, atol=0.01)
@@ -117,8 +119,8 @@ def _mixer(block: Any, tools: Toolbox) -> Mixer:
     mixer = getattr(block, "linear_attn", None) or block.self_attn
     if hasattr(mixer, "in_proj_qkv") and tools.delta_rule is not None:
         return _delta_net(mixer, tools)
-    if hasattr(mixer, "q_norm") and mixer.q_proj.out_features == 2 * mixer.o_proj.in_features:
-        return _gated_attention(mixer, tools)
+    if hasattr(mixer, "q_proj") and _is_plain_attention(mixer):
+        return _attention(mixer, tools, gated=mixer.q_proj.out_features == 2 * mixer.o_proj.in_features)
 
     def stock(x: Tensor, total: Tensor, kwargs: dict[str, Any]) -> None:
         output = mixer(hidden_states=x, **kwargs)
@@ -148,27 +150,30 @@ def _delta_net(mixer: Any, tools: Toolbox) -> Mixer:
     return forward
 
 
-def _gated_attention(mixer: Any, tools: Toolbox) -> Mixer:
-    """Full attention as Qwen3.5 has it: heads normed, partly rotated, and gated by a second half of the query."""
-    weight = merge(mixer.q_proj, mixer.k_proj, mixer.v_proj)
-    sizes = [layer.out_features for layer in (mixer.q_proj, mixer.k_proj, mixer.v_proj)]
+def _attention(mixer: Any, tools: Toolbox, gated: bool) -> Mixer:
+    """Full attention over rotated heads, which may be normed (Qwen3) and gated by a second half of the query (Qwen3.5)."""
+    layers = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    weight, sizes = merge(*layers), [layer.out_features for layer in layers]
+    bias = None if mixer.q_proj.bias is None else torch.cat([layer.bias for layer in layers])
     size, output = mixer.head_dim, mixer.o_proj.weight
-    (q_weight, q_eps, centred), (k_weight, k_eps, _) = _norm_parts(mixer.q_norm), _norm_parts(mixer.k_norm)
+    norms = [_norm_parts(norm) if norm else None for norm in (getattr(mixer, n, None) for n in ("q_norm", "k_norm"))]
 
     def forward(x: Tensor, total: Tensor, kwargs: dict[str, Any]) -> None:
-        cos, sin = kwargs["position_embeddings"]
-        query, key, value = F.linear(x, weight).split(sizes, -1)
-        query, key, value = (
-            query.unflatten(-1, (-1, 2 * size)),
-            key.unflatten(-1, (-1, size)),
-            value.unflatten(-1, (-1, size)),
-        )
-        turned = tools.norm_and_rotate(query[..., :size], q_weight, q_eps, centred, cos, sin)
-        key = tools.norm_and_rotate(key, k_weight, k_eps, centred, cos, sin)
+        parts = F.linear(x, weight, bias).split(sizes, -1)
+        query, key, value = (part.unflatten(-1, (-1, width)) for part, width in zip(parts, widths, strict=True))
+        turned = tools.norm_and_rotate(query[..., :size], norms[0], *kwargs["position_embeddings"])
+        key = tools.norm_and_rotate(key, norms[1], *kwargs["position_embeddings"])
         read = attend(turned, key, value, mixer.scaling)
-        add_product(total, tools.sigmoid_gate(read, query), output)
+        add_product(total, tools.sigmoid_gate(read, query) if gated else read, output)
 
+    widths = (2 * size if gated else size, size, size)
     return forward
+
+
+def _is_plain_attention(mixer: Any) -> bool:
+    layers = [getattr(mixer, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    window = getattr(mixer, "sliding_window", getattr(mixer.config, "sliding_window", None))
+    return all(isinstance(layer, nn.Linear) for layer in layers) and mixer.o_proj.bias is None and window is None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

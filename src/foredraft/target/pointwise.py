@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NormParts = tuple[Tensor, float, bool]
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     """Root-mean-square norm of ``(..., D)``; a zero-``centred`` weight multiplies by one more than itself."""
@@ -38,9 +40,14 @@ def sigmoid_gate(x: Tensor, projected: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
-def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, centred: bool, cos: Tensor, sin: Tensor) -> Tensor:
-    """Norm of each head of ``(B, T, H, E)`` and rotary embedding of its first ``R`` values; ``cos``, ``sin (B, T, R)``."""
-    x = rms_norm(x, weight, eps, centred)
+def norm_and_rotate(x: Tensor, norm: NormParts | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Norm, if any, of each head of ``(B, T, H, E)``, and rotary embedding of its first ``R`` values.
+
+    Args:
+        norm: weight, epsilon, and whether the weight is zero-centred.
+        cos, sin: ``(B, T, R)``.
+    """
+    x = x if norm is None else rms_norm(x, *norm)
     size = cos.shape[-1]
     turned, rest = x[..., :size], x[..., size:]
     first, second = turned.chunk(2, -1)

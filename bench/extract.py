@@ -36,8 +36,8 @@ from foredraft.target.kernels import accelerate, choose_tools
 from foredraft.target.weights import checkpoint_folder
 from foredraft.tokens.shards import read_shard as read_tokens
 
-ROUNDS, ROWS = 2, 16
-TOKENS = 60_000
+ROUNDS, ROWS = 5, 16
+TOKENS = 30_000
 """Useful tokens of a round."""
 OUT = ROOT / "bench/results/extract-cpu.json"
 Documents = list[tuple[Tensor, Tensor]]

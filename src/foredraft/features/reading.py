@@ -14,8 +14,8 @@ from foredraft.features.batching import pad
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.kernels import has_triton, to_device
 
-HEAD_ROWS = {"cuda": 4096, "cpu": 256}
-"""Supervised positions whose logits are held at once."""
+HEAD_ROWS = {"cuda": (4096, 4096), "cpu": (1024, 64)}
+"""Supervised positions whose logits are held at once, and how many are looked at together: on a CPU what fits its cache."""
 GROUP = 512
 """Logits that are looked at through their largest alone."""
 
@@ -112,19 +112,21 @@ class Head:
 
     def __init__(self, frozen: FrozenTarget):
         self._head = frozen.head
-        self._rows = HEAD_ROWS.get(frozen.device.type, 1024)
+        self._rows, self._together = HEAD_ROWS.get(frozen.device.type, HEAD_ROWS["cuda"])
 
     def top(self, final: Tensor, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids ``(M, K)`` int32 and log-probabilities ``(M, K)`` of the ``k`` likeliest after each of ``places (M)``."""
-        found = [self._top(final.index_select(0, part), k) for part in places.split(self._rows)]
+        chunks = (self._head(final.index_select(0, part)) for part in places.split(self._rows))
+        found = [largest_logprobs(part, k) for logits in chunks for part in logits.split(self._together)]
         if not found:
             return final.new_empty(0, k, dtype=torch.int32), final.new_empty(0, k, dtype=torch.float32)
         return torch.cat([ids for ids, _ in found]), torch.cat([logprobs for _, logprobs in found])
 
-    def _top(self, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        logits = self._head(states)
-        top = largest(logits, k)
-        return top.int(), logits.log_softmax(-1, dtype=torch.float32).gather(-1, top)
+
+def largest_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Ids int32 and log-probabilities float32 of the ``k`` largest of each row of ``(M, V)``."""
+    top = largest(logits, k)
+    return top.int(), logits.log_softmax(-1, dtype=torch.float32).gather(-1, top)
 
 
 def largest(logits: Tensor, k: int) -> Tensor:

@@ -16,8 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,13 +255,12 @@ def write_tokens(folder: Path, lengths: list[int], supervised: float) -> Path:
     return folder
 
 
-@contextmanager
-def part_of(name: str) -> Iterator[dict[str, str]]:
+def environment_of(name: str) -> dict[str, str]:
     """The environment of a part: only ours sees $FLA."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     if name != "plain":
         environment["PYTHONPATH"] = os.environ.get("FLA", "")
-    yield environment
+    return environment
 
 
 def new_shapes(target: Any) -> dict[str, float]:
@@ -299,8 +297,8 @@ def main(out: Path, parts: list[str]) -> None:
     for part in parts:
         start = time.perf_counter()
         result = out.with_suffix(f".{part}.json")
-        with part_of(part) as environment:
-            subprocess.run([sys.executable, __file__, "--part", part, str(result)], check=True, env=environment)
+        command = [sys.executable, __file__, "--part", part, str(result)]
+        subprocess.run(command, check=True, env=environment_of(part))
         report |= json.loads(result.read_text(encoding="utf-8"))
         print(part, f"{time.perf_counter() - start:.0f} s", flush=True)
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

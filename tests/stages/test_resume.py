@@ -119,6 +119,18 @@ def test_two_machines_share_the_work_and_one_publishes(smoke: Workspace, fresh_s
     assert not (tmp_path / "second.json").exists()
 
 
+def test_a_shard_that_another_process_holds_is_not_published_without(
+    smoke: Workspace, fresh_scratch: Path, tmp_path: Path
+) -> None:
+    command = extract_code(tmp_path / "out", tmp_path / "extract.json")
+    kill_when(smoke, command, fresh_scratch, "extract-code/*.lock")
+    (lock,) = fresh_scratch.glob("extract-code/*.lock")
+    with FileLock(lock.with_suffix("") / "train-00000.safetensors.claim"):
+        output = smoke.run("python", "-m", *command, FOREDRAFT_SCRATCH=str(fresh_scratch), fails=True)
+    assert "train-00000.safetensors is being made by another process: run it again" in output
+    assert not (tmp_path / "out").exists()
+
+
 def test_work_under_other_params_is_never_taken_up(smoke: Workspace, fresh_scratch: Path, tmp_path: Path) -> None:
     params = tmp_path / "params.yaml"
     params.write_text((smoke.path / "params.yaml").read_text().replace("storage: bfloat16", "storage: float8_e4m3fn"))

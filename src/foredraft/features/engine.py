@@ -87,6 +87,8 @@ def extract(
             read_all(job, process_count())
         if join:
             return {}
+        if left := [plan.name for plan in missing if not finished(scratch, plan)]:
+            raise ValueError(f"sources.{name}: {left[0]} is being made by another process: run it again")
         manifest = describe_features(config, source, plans, kernels, scratch, facts["hidden_size"])
         scratch.publish(out, manifest, [plan.name for plan in plans])
         truth = json.loads((scratch.path / TRUTH).read_text(encoding="utf-8"))

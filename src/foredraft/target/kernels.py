@@ -2,8 +2,8 @@
 
 Projections of one input are one matrix product (their weights become views of one tensor, so nothing is held twice and the
 stock path goes on working), residuals are added by the product itself, in place, and what is between is
-:mod:`foredraft.target.pointwise`, compiled. The delta rule is flash-linear-attention's. What a block is made of decides;
-blocks of any other make stay as they are. A caller compares both paths before it trusts this one.
+:mod:`foredraft.target.pointwise`, or on a GPU :mod:`foredraft.target.fused`. The delta rule is flash-linear-attention's.
+Blocks of any other make stay as they are. A caller compares both paths before it trusts this one.
 """
 
 import importlib.util
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from foredraft.target import pointwise
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.pointwise import NormParts
 
@@ -50,8 +51,6 @@ class Toolbox:
     """
 
     def __init__(self, fused: bool, delta_rule: DeltaRule | None):
-        from foredraft.target import pointwise
-
         functions: Any = pointwise
         if fused:
             from foredraft.target import fused as functions
@@ -156,6 +155,7 @@ def _attention(mixer: Any, tools: Toolbox, gated: bool) -> Mixer:
     weight, sizes = merge(*layers), [layer.out_features for layer in layers]
     bias = None if mixer.q_proj.bias is None else torch.cat([layer.bias for layer in layers])
     size, output = mixer.head_dim, mixer.o_proj.weight
+    widths = (2 * size if gated else size, size, size)
     norms = [_norm_parts(norm) if norm else None for norm in (getattr(mixer, n, None) for n in ("q_norm", "k_norm"))]
 
     def forward(x: Tensor, total: Tensor, kwargs: dict[str, Any]) -> None:
@@ -166,7 +166,6 @@ def _attention(mixer: Any, tools: Toolbox, gated: bool) -> Mixer:
         read = attend(turned, key, value, mixer.scaling)
         add_product(total, tools.sigmoid_gate(read, query) if gated else read, output)
 
-    widths = (2 * size if gated else size, size, size)
     return forward
 
 
@@ -260,7 +259,7 @@ def row_bounds(rows: int, length: int, device: torch.device) -> tuple[Tensor, Te
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy without waiting for what the device is doing: from pageable memory a copy would."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def describe(kernels: str) -> dict[str, str]:

@@ -4,7 +4,8 @@ usage: python bench/extract_gpu.py OUT.json [part ...]
 
 Runs where there is a GPU, PyTorch, Triton and Transformers (and pydantic, ruamel.yaml, filelock); flash-linear-attention may
 lie in the folder $FLA. The target has the shape of Qwen3.6-27B and random weights. Each part runs in a process of its own,
-one after the other on the same GPU: ``plain``, which does not see $FLA, and ``ours``.
+one after the other on the same GPU: ``plain``, which does not see $FLA, and ``ours``. With two GPUs there is ``two``: the
+stage's own processes on one of them and on both.
 """
 
 import json
@@ -279,7 +280,84 @@ def new_shapes(target: Any) -> dict[str, float]:
     return found
 
 
-PARTS = {"plain": plain, "ours": ours}
+def two() -> dict[str, Any]:
+    """The stage's processes, started by its launcher, on one GPU and then on two; the same shards give the same bytes."""
+    from foredraft.features.batching import plan_shards
+    from foredraft.features.config import ExtractConfig
+    from foredraft.features.engine import Job
+    from foredraft.launch import launch
+    from foredraft.params import load_section
+    from foredraft.sources.config import FetchConfig
+    from foredraft.target.config import TargetConfig
+
+    params = ROOT / "params.yaml"
+    config = ExtractConfig(
+        target_layer_ids=TAPS,
+        top_k=TOP_K,
+        batch_tokens=ROWS * LENGTH,
+        shard_tokens=20_000,
+        storage="bfloat16",
+        kernels="auto",
+        truth_check_documents=2,
+    )
+    found: dict[int, tuple[float, list[str]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = write_tokens(Path(folder) / "tokens", [LENGTH] * (ROWS * BATCHES * 2), 0.5)
+        plans = plan_shards(tokens, ["train-00000.safetensors"], config.batch_tokens, config.shard_tokens)
+        for processes in (1, 2):
+            scratch = Path(folder) / f"features-{processes}"
+            scratch.mkdir()
+            some = tuple(plans[: BATCHES * processes])
+            fetch, target = load_section(params, "fetch", FetchConfig), load_section(params, "target", TargetConfig)
+            job = Job("bench", config, target, fetch, tokens, scratch, some)
+            launch(share_of_random_target, job, "bench", scratch.name, processes)
+            found[processes] = rate_of_shards(scratch, some, processes), digests(scratch, plans[:BATCHES])
+    (one, alone), (both, together) = found[1], found[2]
+    return {
+        "one_gpu_tokens_per_s": round(one),
+        "two_gpu_tokens_per_s": round(both),
+        "two_gpu_ratio": round(both / one, 3),
+        "two_gpu_same_bytes": alone == together,
+    }
+
+
+def share_of_random_target(job: Any) -> None:
+    """What a launched process of ``extract`` does, with a target that is made instead of loaded."""
+    from foredraft.features import engine
+    from foredraft.launch import place
+    from foredraft.target.frozen import FrozenTarget
+    from foredraft.target.kernels import accelerate, choose_tools
+
+    rank, _, device = place()
+    torch.cuda.set_device(device)
+
+    def ready_target(*_arguments: Any, **_options: Any) -> FrozenTarget:
+        target = FrozenTarget(make_target(), TAPS)
+        accelerate(target, choose_tools())
+        with torch.inference_mode():
+            target.stream(random_ids(), lambda _layer, _states: None)
+        return target
+
+    engine.ready_target = ready_target
+    engine.read_share(job, rank, device)
+
+
+def rate_of_shards(folder: Path, plans: tuple[Any, ...], processes: int) -> float:
+    """Tokens a second while all processes were at work: the slope of tokens finished over the time of each shard's file."""
+    finished = sorted((folder / plan.name).stat().st_mtime for plan in plans)[2 * processes : -processes]
+    tokens = plans[0].tokens
+    mean = sum(finished) / len(finished)
+    spread = sum((moment - mean) ** 2 for moment in finished)
+    return tokens * sum((moment - mean) * number for number, moment in enumerate(finished)) / spread
+
+
+def digests(folder: Path, plans: list[Any]) -> list[str]:
+    """SHA-256 of each shard's file, as they were taken while it was written."""
+    seals = [json.loads((folder / f"{plan.name}.seal").read_text(encoding="utf-8")) for plan in plans]
+    return [seal["sha256"] for seal in seals]
+
+
+PARTS = {"plain": plain, "ours": ours, "two": two}
 
 
 def main(out: Path, parts: list[str]) -> None:
@@ -309,4 +387,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "--part":
         Path(sys.argv[3]).write_text(json.dumps(PARTS[sys.argv[2]]()), encoding="utf-8")
     else:
-        main(Path(sys.argv[1]), sys.argv[2:] or list(PARTS))
+        main(Path(sys.argv[1]), sys.argv[2:] or ["ours", "plain"] + ["two"] * (torch.cuda.device_count() > 1))

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from foredraft.features import fused_taps, taps
-from foredraft.target import fused, pointwise
+from foredraft.target import fused, fused_delta, pointwise
 
 Pair = tuple[str, Tensor, Tensor]
 
@@ -55,6 +57,36 @@ def block_functions(dtype: torch.dtype) -> Iterator[Pair]:
             yield f"delta_inputs {name}", mine, plain
 
 
+def delta_rule() -> Iterator[Pair]:
+    """The delta rule's reading against Transformers' own; the interpreter's products are in float32 alone."""
+    generator = torch.Generator().manual_seed(2)
+    fused_delta.shared_memory = lambda _device: 0  # there is no device to ask
+    for length in (5, 64, 130):
+        query, key = (F.normalize(torch.randn(2, length, 2, 64, generator=generator), dim=-1) for _ in range(2))
+        value, strength = (
+            torch.randn(2, length, 4, 64, generator=generator),
+            torch.rand(2, length, 4, generator=generator),
+        )
+        decay = -torch.rand(2, length, 4, generator=generator) * 2
+        sums = fused_delta.chunk_sums(decay)
+        read = fused_delta.scan(query, key, value, sums, strength, solved_chunks(key, sums, strength))
+        heads = (x.repeat_interleave(2, 2) for x in (query, key))
+        yield "delta_rule", read, torch_chunk_gated_delta_rule(*heads, value, g=decay, beta=strength)[0]
+
+
+def solved_chunks(key: Tensor, sums: Tensor, strength: Tensor) -> Tensor:
+    """What flash-linear-attention's kernel gives, by its definition: of each chunk the inverse of its triangular matrix."""
+    rows, length, heads = strength.shape
+    solved = torch.zeros(rows, length, heads, fused_delta.CHUNK)
+    for start in range(0, length, fused_delta.CHUNK):
+        end = min(length, start + fused_delta.CHUNK)
+        keys = key[:, start:end].repeat_interleave(heads // key.shape[2], 2).transpose(1, 2)
+        total, write = (x[:, start:end].transpose(1, 2)[..., None] for x in (sums, strength))
+        matrix = (keys @ keys.mT * torch.exp2(total - total.mT) * write).tril(-1) + torch.eye(end - start)
+        solved[:, start:end, :, : end - start] = torch.linalg.inv(matrix).transpose(1, 2)
+    return solved
+
+
 def tap_functions(dtype: torch.dtype) -> Iterator[Pair]:
     """Name, ours and the plain result of what is done to a tap."""
     states = torch.randn(40, 24, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
@@ -81,7 +113,11 @@ def main() -> None:
     report: dict[str, dict[str, float]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         worst = report.setdefault(str(dtype), {})
-        for name, mine, plain in [*block_functions(dtype), *tap_functions(dtype)]:
+        for name, mine, plain in [
+            *block_functions(dtype),
+            *tap_functions(dtype),
+            *(delta_rule() if dtype == torch.float32 else ()),
+        ]:
             assert mine.shape == plain.shape, name
             assert mine.dtype == plain.dtype, name
             share = float((mine.double() - plain.double()).norm() / plain.double().norm().clamp(min=1e-9))

@@ -29,13 +29,13 @@ DENSE: dict[str, Any] = {
     "num_key_value_heads": 1,
     "initializer_range": 0.2,
 }
+HEADS: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 MIXTURE: dict[str, Any] = {
     **DENSE,
+    **HEADS,
     "head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
     "num_experts": 4,
@@ -52,7 +52,7 @@ TARGETS = {
     "llama": lambda: tiny_llama(initializer_range=0.2),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**DENSE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**DENSE, head_dim=8)),
-    "qwen3_5": lambda: tiny_hybrid(initializer_range=0.2, linear_num_value_heads=4),
+    "qwen3_5": lambda: tiny_hybrid(initializer_range=0.2, linear_num_value_heads=4, **HEADS),
     "qwen3_5_moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**MIXTURE)),
 }
 
@@ -108,6 +108,16 @@ def test_blocks_of_another_make_stay_as_they_are() -> None:
     target = FrozenTarget(Olmo2ForCausalLM(Olmo2Config(**DENSE)), TAPS)
     assert accelerate(target, Toolbox(fused=False, delta_rule=None)) == 0
     assert not target.in_place
+
+
+def test_a_delta_rule_of_another_shape_stays_as_it_is() -> None:
+    torch.manual_seed(1)
+    target = FrozenTarget(tiny_hybrid(initializer_range=0.2, linear_value_head_dim=64), TAPS)
+    ids = torch.randint(6, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        stock, _ = target.read(ids)
+        assert accelerate(target, Toolbox(fused=False, delta_rule=lambda *_, **__: pytest.fail("called"))) == 4
+        assert float(distances(target.read(ids)[0], stock).max()) < 1e-4
 
 
 def test_merged_weights_are_held_once() -> None:

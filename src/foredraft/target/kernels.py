@@ -2,14 +2,13 @@
 
 Projections of one input are one matrix product (their weights become views of one tensor, so nothing is held twice and the
 stock path goes on working), residuals are added by the product itself, in place, and what is between is
-:mod:`foredraft.target.pointwise`, or on a GPU :mod:`foredraft.target.fused`. The delta rule is flash-linear-attention's.
+:mod:`foredraft.target.pointwise`, or on a GPU :mod:`foredraft.target.fused` and :mod:`foredraft.target.fused_delta`.
 Blocks of any other make stay as they are. A caller compares both paths before it trusts this one.
 """
 
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -34,8 +33,8 @@ KNOWN_BLOCKS = {
 
 LONG, LENGTH_STEP = 1024, 256
 """From how many tokens on a row counts as long, and to what its length is then rounded for attention."""
-CHUNK = 64
-"""Tokens of a chunk of the delta rule."""
+DELTA_HEADS, CONVOLVED = (64, 128), 4
+"""Sizes of a head that the delta rule is made for, and how many tokens the convolution before it sees."""
 
 Forward = Callable[..., Tensor]
 DeltaRule = Callable[..., Tensor]
@@ -116,7 +115,7 @@ def _feed_forward(mlp: Any, tools: Toolbox) -> Callable[[Tensor, Tensor], None]:
 
 def _mixer(block: Any, tools: Toolbox) -> Mixer:
     mixer = getattr(block, "linear_attn", None) or block.self_attn
-    if hasattr(mixer, "in_proj_qkv") and tools.delta_rule is not None:
+    if tools.delta_rule is not None and _is_plain_delta_net(mixer):
         return _delta_net(mixer, tools)
     if hasattr(mixer, "q_proj") and _is_plain_attention(mixer):
         return _attention(mixer, tools, gated=mixer.q_proj.out_features == 2 * mixer.o_proj.in_features)
@@ -147,6 +146,14 @@ def _delta_net(mixer: Any, tools: Toolbox) -> Mixer:
         add_product(total, gated, output)
 
     return forward
+
+
+def _is_plain_delta_net(mixer: Any) -> bool:
+    if not hasattr(mixer, "in_proj_qkv"):
+        return False
+    return (
+        mixer.head_k_dim == mixer.head_v_dim and mixer.head_k_dim in DELTA_HEADS and mixer.conv_kernel_size == CONVOLVED
+    )
 
 
 def _attention(mixer: Any, tools: Toolbox, gated: bool) -> Mixer:
@@ -224,7 +231,7 @@ def accelerate(target: FrozenTarget, tools: Toolbox) -> int:
 def choose_tools() -> Toolbox:
     """What this machine has: with a GPU and Triton everything; otherwise merged products, and the plain functions."""
     if torch.cuda.is_available() and has_triton():
-        return Toolbox(fused=True, delta_rule=fla_delta_rule())
+        return Toolbox(fused=True, delta_rule=fused_delta_rule())
     return Toolbox(fused=False, delta_rule=None)
 
 
@@ -233,28 +240,13 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def fla_delta_rule() -> DeltaRule | None:
-    """flash-linear-attention's chunked delta rule, where it is installed."""
+def fused_delta_rule() -> DeltaRule | None:
+    """The chunked delta rule on a GPU, where flash-linear-attention, which solves its chunks, is installed."""
     if importlib.util.find_spec("fla") is None:
         return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        # As one row with bounds: the number of rows is among what the library tunes its kernels by, the bounds are not.
-        bounds, chunks = row_bounds(*query.shape[:2], query.device)
-        query, key, flat, g, beta = (x.flatten(0, 1)[None] for x in (query, key, value, g, beta))
-        read, _ = chunk_gated_delta_rule(query, key, flat, g=g, beta=beta, cu_seqlens=bounds, chunk_indices=chunks)
-        return read.view(value.shape)
+    from foredraft.target.fused_delta import delta_rule
 
     return delta_rule
-
-
-@lru_cache(maxsize=2)
-def row_bounds(rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where rows of one length begin and end, ``(B + 1)``, and row and number of each chunk of them, ``(chunks, 2)``."""
-    chunks = -(-length // CHUNK)
-    numbers = torch.stack([torch.arange(rows).repeat_interleave(chunks), torch.arange(chunks).repeat(rows)], 1)
-    return to_device(torch.arange(0, rows * length + 1, length), device), to_device(numbers, device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

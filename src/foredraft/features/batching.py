@@ -16,7 +16,7 @@ from foredraft.tokens.shards import TokenShard, read_shard
 MULTIPLE = 8
 """Lengths are padded to this: rows of a product then begin where the hardware likes them to."""
 SEED = 1
-BATCH_COST = 1 / 64
+BATCH_COST = 1 / 128
 """What a batch costs by itself, as a share of a full one."""
 
 

@@ -309,7 +309,7 @@ def two() -> dict[str, Any]:
             scratch.mkdir()
             some = tuple(plans[: BATCHES * processes])
             fetch, target = load_section(params, "fetch", FetchConfig), load_section(params, "target", TargetConfig)
-            job = Job("bench", config, target, fetch, tokens, scratch, some)
+            job = Job("bench", config, target, fetch, tokens, scratch, {}, some, some, torch.get_num_threads())
             launch(share_of_random_target, job, "bench", scratch.name, processes)
             found[processes] = rate_of_shards(scratch, some, processes), digests(scratch, plans[:BATCHES])
     (one, alone), (both, together) = found[1], found[2]

@@ -122,7 +122,11 @@ def publish(out: Path, manifest: Manifest, digests: dict[str, str] | None = None
 
     ``manifest.files`` is filled here; files whose SHA-256 stands in ``digests`` are not read for it. After an exception
     nothing of the folder remains, and ``out`` is as it was.
+
+    Raises:
+        ArtifactError: ``out`` is not ours to replace.
     """
+    require_replaceable(out)
     building = out.with_name(f".{out.name}.new")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -143,6 +147,20 @@ def publish(out: Path, manifest: Manifest, digests: dict[str, str] | None = None
     building.rename(out)
 
 
+def require_replaceable(out: Path) -> None:
+    """Refuse to write over what no stage wrote.
+
+    Raises:
+        ArtifactError: ``out`` is a file or a link, or a folder that holds files and no manifest.
+    """
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ArtifactError(out, "expected a folder, found a file or a link", "name another")
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).exists():
+        raise ArtifactError(
+            out, f"holds files, and no {MANIFEST}: it was not written by a stage", "move it away, or name another"
+        )
+
+
 def open_artifact(path: Path, kind: str, rerun: str, digests: bool = True) -> Manifest:
     """Verify the artefact at ``path`` and return its manifest.
 
@@ -160,7 +178,7 @@ def open_artifact(path: Path, kind: str, rerun: str, digests: bool = True) -> Ma
     except FileNotFoundError:
         found = "it does not exist" if not path.exists() else f"it has no {MANIFEST}, so it is not complete"
         raise ArtifactError(path, f"expected {kind}, but {found}", remedy) from None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ArtifactError(path / MANIFEST, str(error), remedy) from error
     if (manifest.kind, manifest.version) != (kind, MANIFEST_VERSION):
         found = f"{manifest.kind} version {manifest.version}"

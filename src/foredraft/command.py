@@ -1,14 +1,18 @@
 """What every stage script shares: the params option, one clear line for a user's fault, and the record of the run."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from foredraft.artifacts import ArtifactError
+from foredraft.artifacts import ArtifactError, require_replaceable
+from foredraft.params import SOURCE_NAME
 from foredraft.provenance import recorded
 
+WRITTEN = ("out", "metrics", "curve", "plot")
+"""Options that name what a stage writes."""
 EXISTING = click.Path(path_type=Path)
 
 
@@ -16,17 +20,33 @@ class _StageCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         name = "-".join([str(self.name), *filter(None, [ctx.params.get("source")])])
         try:
+            _check_before(ctx.params)
             with recorded(name):
                 return super().invoke(ctx)
-        except (ValueError, ArtifactError) as error:
+        except (ValueError, ArtifactError, OSError) as error:
             raise click.ClickException(f"{name}: {error}") from error
+
+
+def _check_before(options: dict[str, Any]) -> None:
+    """What would else be found out when the work is done: a source's name, and what is to be written."""
+    source = options.get("source")
+    if source is not None and not SOURCE_NAME.fullmatch(source):
+        raise ValueError(f"{source!r} is no name of a source: lower-case letters, digits and _, a letter first")
+    if out := options.get("out"):
+        require_replaceable(out)
+    for path in filter(None, (options.get(option) for option in WRITTEN)):
+        if path.is_dir() and path != out:
+            raise ValueError(f"{path} is a folder, and a file is to be written there")
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise ValueError(f"{path} cannot be written: {above} is {'read-only' if above.is_dir() else 'a file'}")
 
 
 def stage_command(name: str) -> Callable[[Callable[..., None]], click.Command]:
     """Make a function the command of stage ``name``; it receives ``params``, the path of ``params.yaml``.
 
-    ``ValueError`` and ``ArtifactError`` end the command with their message and exit code 1; anything else is our own
-    bug and keeps its traceback.
+    ``ValueError``, ``ArtifactError`` and what the system refuses (``OSError``) end the command with their message and exit
+    code 1; anything else is our own bug and keeps its traceback.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:

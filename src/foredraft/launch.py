@@ -41,23 +41,23 @@ def launch(
         meeting: what only machines that do the same work call it.
 
     Raises:
-        ValueError: a process failed and no restart is left; names it and its last words.
+        ValueError: a process failed and no restart is left, or machines did not meet; names it and its last words.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    endpoint = os.environ.get("FOREDRAFT_RENDEZVOUS", "")
-    if nodes > 1 and not endpoint:
-        raise ValueError(
-            f"FOREDRAFT_NODES = {nodes}, but FOREDRAFT_RENDEZVOUS (host:port of the first machine) is not set"
-        )
+    endpoint = rendezvous() if nodes > 1 else "localhost:0"
+    if nodes > 1:
+        print(f"{name}: waiting at {endpoint} until {nodes} machines do this same work")
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=processes,
         run_id=f"{name}-{os.getpid()}" if nodes == 1 else f"{name}-{meeting}",
         rdzv_backend="c10d",
-        rdzv_endpoint=endpoint if nodes > 1 else "localhost:0",
+        rdzv_endpoint=endpoint,
         max_restarts=restarts,
     )
     try:
@@ -69,6 +69,24 @@ def launch(
         raise ValueError(
             f"{name}: process {rank} of {nodes * processes} failed ({last[0]}); what is finished is kept: run it again"
         ) from error
+    except (RendezvousError, DistError) as error:
+        raise ValueError(
+            f"{name}: {nodes} machines did not meet at {endpoint} ({type(error).__name__}): is the first one there, and do "
+            "all have the same params, code and data?"
+        ) from error
+
+
+def rendezvous() -> str:
+    """``$FOREDRAFT_RENDEZVOUS``, where machines meet.
+
+    Raises:
+        ValueError: it is not set, or not ``host:port``.
+    """
+    endpoint = os.environ.get("FOREDRAFT_RENDEZVOUS", "")
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"FOREDRAFT_RENDEZVOUS = {endpoint!r}: several machines need host:port of the first one there")
+    return endpoint
 
 
 def place() -> tuple[int, int, str | None]:

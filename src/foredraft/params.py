@@ -4,6 +4,7 @@ The file is read as YAML 1.2, the way DVC reads it: ``1e-4`` is a number here an
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
+# A source's name becomes part of stage names and folders; "-" would let two names join into one.
+SOURCE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
@@ -31,6 +34,8 @@ def read_params(path: Path) -> dict[str, Any]:
         content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such params file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
     except YAMLError as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

@@ -96,8 +96,10 @@ class Scratch:
         return self.path / f"{name}.seal"
 
     def _read_seal(self, name: str) -> "Seal | None":
-        path = self._seal(name)
-        return Seal(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+        try:
+            return Seal(**json.loads(self._seal(name).read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None  # absent, or damaged: what it would speak for is made again
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ def test_two_machines_share_the_work_and_one_publishes(smoke: Workspace, fresh_s
     assert files_of(tmp_path / "first") == files_of(smoke.path / "data/features/code")
     assert not (tmp_path / "second").exists()
     assert not (tmp_path / "second.json").exists()
+    alone = smoke.run("python", "-m", *extract_code(tmp_path / "third", tmp_path / "third.json"), "--join", fails=True)
+    assert "--join helps another machine: set FOREDRAFT_NODES and FOREDRAFT_RENDEZVOUS as there" in alone
 
 
 def test_a_shard_that_another_process_holds_is_not_published_without(

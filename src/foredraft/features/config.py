@@ -25,4 +25,4 @@ class ExtractConfig(Config):
     kernels: Literal["auto", "stock"]
     """``auto``: faster blocks where this target and this machine have them; ``stock``: Transformers' own everywhere."""
     truth_check_documents: int = Field(gt=0)
-    """How many documents are compared with the target's own outputs before the work starts."""
+    """How many documents, of the first shards, are compared with the target's own outputs before the work starts."""

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from foredraft.artifacts import ArtifactError, Manifest, write_atomic, write_json
+from foredraft.artifacts import ArtifactError, Manifest, require_same_contract, write_atomic, write_json
 from foredraft.features.batching import ShardPlan, plan_shards
 from foredraft.features.checks import as_record, truth_check
 from foredraft.features.config import ExtractConfig
 from foredraft.features.reading import Reader
-from foredraft.features.storing import Store, statistics, statistics_path
+from foredraft.features.storing import Store, read_sums, statistics
 from foredraft.launch import launch, node_count, place, process_count
 from foredraft.progress import Progress
 from foredraft.provenance import versions
@@ -28,6 +29,7 @@ from foredraft.target.frozen import FrozenTarget, check_layer_ids, load_target
 from foredraft.target.kernels import accelerate, choose_tools, describe
 from foredraft.target.weights import checkpoint_folder
 from foredraft.tokens.shards import open_tokens
+from foredraft.tokens.shards import read_shard as read_tokens
 
 CONVENTION = "residual stream after 0-based decoder block k, before any final norm"
 VERSIONS = ("torch", "transformers")
@@ -39,7 +41,14 @@ REFUSED = "refused-"
 
 @dataclass(frozen=True)
 class Job:
-    """What every process that extracts needs to know; plain values, since it travels to other processes."""
+    """What every process that extracts needs to know; plain values, since it travels to other processes.
+
+    Attributes:
+        facts: of the target.
+        plans: shards to make.
+        sample: shards whose first documents the truth check reads.
+        threads: of each process on a CPU, where the last bit depends on them.
+    """
 
     name: str
     config: ExtractConfig
@@ -47,7 +56,10 @@ class Job:
     fetch: FetchConfig
     tokens: Path
     scratch: Path
+    facts: dict[str, Any]
     plans: tuple[ShardPlan, ...]
+    sample: tuple[ShardPlan, ...]
+    threads: int
 
 
 def extract(
@@ -70,19 +82,26 @@ def extract(
 
     Raises:
         ValueError: taps out of range; the disk is too small; the truth check fails; a state is not finite, or constant.
-        ArtifactError: an input is missing or damaged.
+        ArtifactError: an input is missing, damaged, or of another target.
     """
-    source, interface_manifest = open_tokens(tokens, name), open_interface(interface)
+    source, interface_manifest = open_tokens(tokens, name), open_interface(interface, target)
+    require_same_contract(interface_manifest.contract, source.contract, tokens, f"dvc repro prepare@{name}")
     facts = interface_manifest.facts
     check_layer_ids(config.target_layer_ids, facts["num_layers"])
+    if join and node_count() == 1:
+        raise ValueError("--join helps another machine: set FOREDRAFT_NODES and FOREDRAFT_RENDEZVOUS as there")
+    check_tokens(tokens, sorted(source.facts["shards"]), facts["vocab_rows"])
     plans = plan_shards(tokens, sorted(source.facts["shards"]), config.batch_tokens, config.shard_tokens)
     kernels = describe(config.kernels)
-    work = {**config.model_dump(), "target": target.model_dump(), "kernels": kernels}
+    threads = torch.get_num_threads()
+    work = {**config.model_dump(), "target": target.model_dump(), "kernels": kernels, "versions": kept_versions()}
+    if kernels["device"] == "cpu":
+        work["threads"] = threads
     key = work_fingerprint("extract", work, {"tokens": source, "target": interface_manifest})
     with open_scratch(f"extract-{name}", key, shared=join) as scratch:
         missing = tuple(plan for plan in plans if not finished(scratch, plan))
-        job = Job(name, config, target, fetch, tokens, scratch.path, missing)
-        if missing:
+        job = Job(name, config, target, fetch, tokens, scratch.path, facts, missing, tuple(plans), threads)
+        if missing or not (scratch.path / TRUTH).is_file():
             require_space(scratch.path, sum(plan.tokens for plan in missing) * bytes_per_token(config, facts), name)
             read_all(job, process_count())
         if join:
@@ -116,7 +135,7 @@ def describe_features(
         "layer_id_convention": CONVENTION,
         "feature_storage": config.storage,
         "kernels": kernels,
-        "versions": {package: found for package, found in versions().items() if package in VERSIONS},
+        "versions": kept_versions(),
     }
     documents = sum(len(plan.lengths) for plan in plans)
     counts = {"rows_in": source.counts["rows_out"], "rows_out": documents, "skipped": {}}
@@ -148,6 +167,7 @@ def read_all(job: Job, processes: int) -> None:
 def read_launched_share(job: Job) -> None:
     """What a process does that PyTorch's launcher started; what is wrong with the data is told, not tried again."""
     rank, _, device = place()
+    torch.set_num_threads(job.threads)
     try:
         read_share(job, rank, device)
     except (ValueError, ArtifactError) as error:
@@ -204,16 +224,65 @@ def ready_target(job: Job, device: str | None, keep_record: bool) -> FrozenTarge
     if job.config.kernels == "auto":
         fast = accelerate(frozen, choose_tools())
         print(f"fast blocks: {fast} of {len(frozen.blocks)}")
-    documents = job.plans[0].read(job.tokens)[: job.config.truth_check_documents]
-    checks = truth_check(frozen, [ids for ids, _ in documents])
+    check_target(frozen, job.facts)
+    documents = (ids for plan in job.sample for ids, _ in plan.read(job.tokens))
+    checks = truth_check(frozen, list(islice(documents, job.config.truth_check_documents)))
     if keep_record:
         write_json(job.scratch / TRUTH, as_record(checks))
     return frozen
 
 
+def check_target(frozen: FrozenTarget, facts: dict[str, Any]) -> None:
+    """Refuse a checkpoint that is not the one whose facts the ``target`` stage kept.
+
+    Raises:
+        ValueError: names the first fact that differs.
+    """
+    found = {
+        "architecture": type(frozen.model).__name__,
+        "num_layers": len(frozen.blocks),
+        "hidden_size": frozen.embeddings.embedding_dim,
+        "vocab_rows": frozen.embeddings.num_embeddings,
+    }
+    for key, value in found.items():
+        if value != facts[key]:
+            raise ValueError(
+                f"the target has {key} = {value}, data/target was made of one with {facts[key]}: dvc repro target"
+            )
+
+
+def check_tokens(folder: Path, names: list[str], vocab_rows: int) -> None:
+    """Refuse token shards that the target cannot be given.
+
+    Raises:
+        ValueError: there are none; an id has no embedding; a document's first token is supervised, which nothing precedes.
+    """
+    if not names:
+        raise ValueError(f"{folder} holds no token shard")
+    for name in names:
+        shard = read_tokens(folder / name)
+        strange = ((shard.input_ids < 0) | (shard.input_ids >= vocab_rows)).nonzero()
+        if len(strange):
+            place = int(strange[0])
+            document = int(torch.searchsorted(shard.offsets, place, right=True)) - 1
+            raise ValueError(
+                f"{name}: document {document} has id {int(shard.input_ids[place])}, the target {vocab_rows} embeddings"
+            )
+        if bool(shard.loss_mask[shard.offsets[:-1]].any()):
+            document = int(shard.loss_mask[shard.offsets[:-1]].nonzero()[0])
+            raise ValueError(
+                f"{name}: the first token of document {document} is supervised: nothing before it could say it"
+            )
+
+
+def kept_versions() -> dict[str, str]:
+    """Versions that decide the last bit of a state."""
+    return {package: found for package, found in versions().items() if package in VERSIONS}
+
+
 def finished(scratch: Scratch, plan: ShardPlan) -> bool:
     """Whether a shard and its sums are there, and as they were when they were finished."""
-    return statistics_path(scratch.path, plan.name).is_file() and scratch.has(plan.name)
+    return read_sums(scratch.path, plan.name) is not None and scratch.has(plan.name)
 
 
 def bytes_per_token(config: ExtractConfig, facts: dict[str, Any]) -> int:
@@ -230,9 +299,9 @@ def require_space(scratch: Path, needed: int, name: str) -> None:
         ValueError: names what is needed, what is free, and what would need less.
     """
     free = shutil.disk_usage(scratch).free
-    print(f"extract-{name}: {needed / 2**30:.2f} GiB to write in {scratch}, {free / 2**30:.1f} GiB free")
+    print(f"extract-{name}: {needed / 2**20:,.0f} MiB to write in {scratch}, {free / 2**20:,.0f} MiB free")
     if needed > free:
         raise ValueError(
-            f"sources.{name}: features need {needed / 2**30:.1f} GiB, {scratch} has {free / 2**30:.1f} GiB: make space, "
+            f"sources.{name}: features need {needed / 2**20:,.0f} MiB, {scratch} has {free / 2**20:,.0f} MiB: make space, "
             "set FOREDRAFT_SCRATCH to another disk, take extract.storage: float8_e4m3fn, or fewer taps"
         )

@@ -207,11 +207,20 @@ def statistics_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.sums.json"
 
 
+def read_sums(folder: Path, name: str) -> dict[str, Any] | None:
+    """The sums of a finished shard; ``None`` where they are absent or damaged."""
+    try:
+        record = json.loads(statistics_path(folder, name).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.keys() == {"tokens", "sums"} else None
+
+
 def statistics(folder: Path, names: list[str], layer_ids: tuple[int, ...], size: int) -> dict[str, Any]:
     """Mean, standard deviation and share of zeros of each tap over finished shards of hidden size ``size``."""
-    records = [json.loads(statistics_path(folder, name).read_text(encoding="utf-8")) for name in names]
-    count = sum(record["tokens"] for record in records) * size
-    sums = torch.tensor([record["sums"] for record in records], dtype=torch.float64).sum(0)  # (L, 3)
+    records = [read_sums(folder, name) for name in names]
+    count = sum(record["tokens"] for record in records if record) * size
+    sums = torch.tensor([record["sums"] for record in records if record], dtype=torch.float64).sum(0)  # (L, 3)
     found = {}
     for layer_id, (total, squares, zeros) in zip(layer_ids, sums.tolist(), strict=True):
         mean = total / count

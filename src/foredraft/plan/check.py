@@ -9,7 +9,7 @@ from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.conversations.config import CurateConfig
 from foredraft.export.config import ExportConfig
 from foredraft.features.config import ExtractConfig
-from foredraft.params import Config, parse_section, read_params
+from foredraft.params import SOURCE_NAME, Config, parse_section, read_params
 from foredraft.responses.config import RespondConfig
 from foredraft.sources.config import FetchConfig, SourceConfig
 from foredraft.sources.fetch import changed_on_disk
@@ -31,8 +31,6 @@ SECTIONS: dict[str, type[Config]] = {
     "evaluate": EvaluateConfig,
 }
 SOURCES = "sources"
-# A source's name becomes part of stage names and folders; "-" would let two names join into one.
-SOURCE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 SECRET_WORDS = re.compile(r"(^|_)(token|secret|password|api_key)$")
 
 

@@ -71,7 +71,7 @@ def respond(
         ValueError: no usable answer; more answers with a fault than its rule allows; the server cannot be reached.
     """
     source, parts = open_conversations(conversations, name)
-    interface_manifest = open_interface(interface)
+    interface_manifest = open_interface(interface, target)
     if source.facts["answers"] == "keep":
         return _pass_on(source, interface_manifest.contract, parts, out)
     asking = {**config.asking(), "target": target.model_dump()}

@@ -56,7 +56,7 @@ def evaluate(
         ValueError: no usable prompt; or an output differs from the target's own greedy answer by more than a near-tie.
     """
     manifest = open_artifact(exported, "export", "dvc repro export")
-    interface_manifest = open_interface(interface)
+    interface_manifest = open_interface(interface, target)
     require_same_contract(interface_manifest.contract, manifest.contract, exported, "dvc repro train export")
     _, rows = read_benchmarks(benchmarks)
     prompts = take_prompts(rows, Renderer(read_tokenizer(interface), target.thinking), config)

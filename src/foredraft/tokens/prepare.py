@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.accounts import Account
-from foredraft.artifacts import Manifest, publish
+from foredraft.artifacts import Manifest, publish, require_same_contract
 from foredraft.chat.render import Renderer, UnrenderablePrompt
 from foredraft.chat.supervise import Document, Supervisor
 from foredraft.conversations.schema import Conversation, read_conversations, row_groups
@@ -40,6 +40,7 @@ def prepare(name: str, config: PrepareConfig, responses: Path, interface: Path, 
     """
     source, parts = open_responses(responses, name)
     manifest = open_interface(interface)
+    require_same_contract(manifest.contract, source.contract, responses, f"dvc repro respond@{name}")
     account, totals = Account(f"sources.{name}"), {"cut": 0, "turns_left_out": 0}
     make = partial(
         Preparer, name, config, source.facts["answers"], manifest.facts, manifest.contract["thinking"], interface
@@ -146,10 +147,12 @@ class Preparer:
     def _take_tokenised(self, ids: list[int], mask: list[int], split: str, place: str, prepared: Prepared) -> None:
         limit = self._config.max_length
         cut_ids, cut_mask = np.array(ids[:limit], dtype=np.int32), np.array(mask[:limit], dtype=np.uint8)
+        all_ones = bool(cut_mask.all())
+        cut_mask[:1] = 0  # nothing stands before a document's first token that could say it
         if cut_mask.sum() < self._config.min_supervised_tokens:
             prepared.account.skip("too_few_supervised", place)
             return
-        if cut_mask.all():
+        if all_ones:
             prepared.account.skip("mask_all_ones", place, unusable=True)
             return
         if cut_ids.max() >= self._vocab_rows:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foredraft.artifacts import Manifest, open_artifact
+from foredraft.artifacts import ArtifactError, Manifest, open_artifact
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,23 @@ def pack(documents: list[tuple[list[int], list[int]]]) -> TokenShard:
 
 
 def read_shard(path: Path) -> TokenShard:
-    """Map one shard into memory: pages are read as they are used."""
-    return TokenShard(**load_file(path))
+    """Map one shard into memory: pages are read as they are used.
+
+    Raises:
+        ArtifactError: its tensors are others, or do not fit each other.
+    """
+    tensors = load_file(path)
+    if tensors.keys() != {"input_ids", "loss_mask", "offsets"}:
+        raise ArtifactError(path, f"holds {sorted(tensors)}, which is no token shard", "rerun prepare")
+    shard = TokenShard(**tensors)
+    ends = shard.offsets[:1].tolist() + shard.offsets[-1:].tolist()
+    if (
+        ends != [0, len(shard.input_ids)]
+        or len(shard.loss_mask) != len(shard.input_ids)
+        or bool((shard.offsets.diff() < 1).any())
+    ):
+        raise ArtifactError(path, "ids, mask and offsets do not fit each other", "rerun prepare")
+    return shard
 
 
 def open_tokens(folder: Path, name: str) -> Manifest:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from foredraft.artifacts import Manifest, write_atomic, write_json
+from foredraft.artifacts import Manifest, require_same_contract, write_atomic, write_json
 from foredraft.drafter.config import DrafterShape
 from foredraft.drafter.model import Drafter
 from foredraft.progress import Progress
@@ -177,6 +177,7 @@ def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Pat
     interface = read_interface(target)
     origins = {source: manifest.contract["response_origin"] for source, manifest in manifests.items()}
     contract = {**next(iter(manifests.values())).contract, "response_origin": origins}
+    require_same_contract(interface.manifest.contract, contract, target, "dvc repro target extract")
     facts = interface.manifest.facts
     shape = DrafterShape(
         choice=config.drafter,

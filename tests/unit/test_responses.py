@@ -1,6 +1,7 @@
 """How the target is asked, and what of an answer is kept."""
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from foredraft.accounts import Account
-from foredraft.artifacts import Manifest, publish
+from foredraft.artifacts import MANIFEST, Manifest, publish
 from foredraft.chat.render import Renderer
 from foredraft.conversations.schema import Conversation, to_record, write_records
 from foredraft.responses.config import RespondConfig
@@ -260,10 +261,14 @@ def test_variables_of_another_launcher_do_not_make_a_share_of_the_work(
 def test_a_fault_in_a_launched_process_is_one_clear_line(target: TargetConfig, interface: Path, tmp_path: Path) -> None:
     asked = make_conversations(tmp_path / "conversations", ROWS[:4])
     nowhere = target.model_copy(update={"uri": "file:/nowhere"})
+    lost = Path(shutil.copytree(interface, tmp_path / "interface"))  # of a target that is no longer where it was
+    manifest = Manifest.from_json((lost / MANIFEST).read_text(encoding="utf-8"))
+    manifest.contract["target"] = nowhere.uri
+    (lost / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     with pytest.raises(
         ValueError, match=r"process \d of 2 failed \(.*no config.json.*\); what is finished is kept"
     ) as caught:
-        respond("s", CONFIG, nowhere, FETCH, asked, interface, tmp_path / "out", processes=2)
+        respond("s", CONFIG, nowhere, FETCH, asked, lost, tmp_path / "out", processes=2)
     assert "\n" not in str(caught.value)
 
 

@@ -22,6 +22,17 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 VOCABULARY, HIDDEN, TAPS = 64, 16, (0, 2)
 
+DENSE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+}
+"""Sizes of a tiny decoder of any family."""
+
 
 def tiny_llama(**changes: object) -> LlamaForCausalLM:
     torch.manual_seed(0)

@@ -18,17 +18,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from foredraft.features.checks import distances, truth_check
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.kernels import Toolbox, accelerate, choose_tools, describe, merge, stock_blocks
-from tests.conftest import TAPS, tiny_hybrid, tiny_llama
+from tests.conftest import DENSE, TAPS, tiny_hybrid, tiny_llama
 
-DENSE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.2,
-}
 HEADS: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 MIXTURE: dict[str, Any] = {
     **DENSE,

@@ -10,18 +10,13 @@ import transformers
 from foredraft.features.checks import truth_check
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import load_target
+from tests.conftest import DENSE
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    **DENSE,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-    "initializer_range": 0.2,
 }
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,

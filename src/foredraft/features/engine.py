@@ -167,7 +167,8 @@ def read_all(job: Job, processes: int) -> None:
 def read_launched_share(job: Job) -> None:
     """What a process does that PyTorch's launcher started; what is wrong with the data is told, not tried again."""
     rank, _, device = place()
-    torch.set_num_threads(job.threads)
+    if device is None:
+        torch.set_num_threads(job.threads)
     try:
         read_share(job, rank, device)
     except (ValueError, ArtifactError) as error:

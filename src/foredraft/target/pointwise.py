@@ -1,8 +1,8 @@
-"""What stands between the matrix products of a decoder block, as plain functions that a compiler can fuse.
+"""What stands between the matrix products of a decoder block, as plain functions.
 
 Each is the arithmetic of Transformers' own modules, written so that one pass over memory does: projections that read the
-same input come out of one product, and are read here where they lie. On a GPU they are compiled, elsewhere they run as they
-stand, which is what the tests compare with the stock modules.
+same input come out of one product, and are read here where they lie. On a GPU the kernels of the same names in
+:mod:`foredraft.target.fused` stand for them, elsewhere they run as they are. Tests compare both, and these with the stock.
 
 Shapes: ``B`` rows, ``T`` tokens, ``D`` hidden size, ``H`` heads of size ``E``, ``R`` rotated part of a head.
 """

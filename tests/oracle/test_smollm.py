@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foredraft.benchmarks.build import read_benchmarks
 from foredraft.chat.render import Renderer
-from foredraft.drafter.masks import decoding_mask
+from foredraft.drafter.attention import MaskedAttention, decoding_mask
 from foredraft.drafter.model import Drafter, initialise_random
 from foredraft.export.zlab import read_zlab
 from foredraft.features.batching import plan_shards
@@ -106,9 +106,8 @@ def our_first_block_logits(drafter: Drafter, target: FrozenTarget, prompt: list[
         anchor = torch.tensor([len(prompt)])
         mask = decoding_mask(anchor, choice.block_size, seen, torch.ones_like(seen).bool(), None)
         positions = (anchor + torch.arange(choice.block_size))[None]
-        hidden = drafter(
-            target.embeddings(block), positions, drafter.read_context(taps, seen), {"full_attention": mask}
-        )
+        attention = {"full_attention": MaskedAttention(mask)}
+        hidden = drafter(target.embeddings(block), positions, drafter.read_context(taps, seen), attention)
         return target.head(hidden[0, 1:])
 
 

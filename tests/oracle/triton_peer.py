@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+from foredraft.drafter import fused_loss, loss
 from foredraft.features import fused_taps, taps
 from foredraft.target import fused, fused_delta, pointwise
 
@@ -108,6 +109,19 @@ def tap_functions(dtype: torch.dtype) -> Iterator[Pair]:
                 yield f"take_tap {name} {part_name}", mine, plain
 
 
+def loss_functions(dtype: torch.dtype) -> Iterator[Pair]:
+    """Name, ours and the plain result of what passes over rows of logits."""
+    logits = (torch.randn(6, 5000, generator=torch.Generator().manual_seed(3)) * 4).to(dtype)
+    share = torch.linspace(-1, 2, 6)
+    (mine, best), (plain, best_plain) = (module.normaliser_and_best(logits) for module in (fused_loss, loss))
+    yield "normaliser", mine, plain
+    yield "best", best, best_plain
+    scaled = [logits.clone() for _ in range(2)]
+    for module, copy in zip((fused_loss, loss), scaled, strict=True):
+        module.scale_softmax(copy, plain, share)
+    yield "scale_softmax", *scaled
+
+
 def main() -> None:
     """Print, for each type and function, the distance as a share of the plain result's length."""
     report: dict[str, dict[str, float]] = {}
@@ -116,6 +130,7 @@ def main() -> None:
         for name, mine, plain in [
             *block_functions(dtype),
             *tap_functions(dtype),
+            *loss_functions(dtype),
             *(delta_rule() if dtype == torch.float32 else ()),
         ]:
             assert mine.shape == plain.shape, name

@@ -3,9 +3,26 @@
 import pytest
 import torch
 
-from foredraft.drafter.blocks import anchor_budgets, block_inputs, build_blocks, draw_anchors, leading_run
-from foredraft.drafter.loss import dpace_weights, kl_with_tail, slot_losses
-from foredraft.drafter.masks import decoding_mask, training_mask
+from foredraft.drafter import loss
+from foredraft.drafter.attention import (
+    Attention,
+    DocumentAttention,
+    KeysValues,
+    MaskedAttention,
+    decoding_mask,
+    dense_mask,
+    readable,
+)
+from foredraft.drafter.blocks import (
+    Blocks,
+    anchor_budgets,
+    anchor_candidates,
+    block_inputs,
+    build_blocks,
+    draw_anchors,
+    leading_run,
+)
+from foredraft.drafter.loss import Answers, Terms, chunk_losses, dpace_weights, equal_blocks, slot_losses
 from tests.conftest import TAPS, tiny_drafter
 
 SIZE = 4
@@ -16,35 +33,52 @@ def mask_of(text: str) -> torch.Tensor:
 
 
 def test_anchors_are_supervised_and_followed_by_supervision() -> None:
-    found = draw_anchors(mask_of("..##.#.###"), 100, torch.Generator().manual_seed(0))
-    assert found.tolist() == [2, 7, 8]
+    candidates = anchor_candidates(mask_of("..##.#.###"))
+    assert draw_anchors(candidates, 100, torch.Generator().manual_seed(0)).tolist() == [2, 7, 8]
+    assert len(anchor_candidates(mask_of("....#"))) == len(anchor_candidates(mask_of("....."))) == 0
 
 
 def test_anchors_are_drawn_without_replacement() -> None:
-    found = draw_anchors(mask_of("#" * 50), 20, torch.Generator().manual_seed(0))
-    assert len(found.unique()) == 20
+    found = draw_anchors(torch.arange(50), 20, torch.Generator().manual_seed(0))
+    assert len(found.unique()) == 20 and found.tolist() == sorted(found.tolist())
 
 
-def test_budgets_follow_supervised_tokens_and_starve_nobody() -> None:
-    assert anchor_budgets([100, 300, 1], 40) == [9, 29, 1]
+@pytest.mark.parametrize(
+    ("supervised", "candidates", "total", "expected"),
+    [
+        ([100, 300, 100], [99, 299, 99], 40, [8, 24, 8]),
+        ([100, 300, 1], [99, 299, 0], 40, [10, 30, 0]),  # nobody gets more than it has
+        ([100, 10], [99, 9], 104, [95, 9]),  # and what it cannot take goes to the others
+        ([5, 4, 3], [4, 3, 2], 2, [1, 1, 0]),
+        ([5, 4], [4, 3], 100, [4, 3]),
+        ([0], [0], 10, [0]),
+    ],
+)
+def test_budgets_follow_supervised_tokens_and_are_used_up(
+    supervised: list[int], candidates: list[int], total: int, expected: list[int]
+) -> None:
+    assert anchor_budgets(supervised, candidates, total) == expected
 
 
 def test_slot_k_is_asked_for_token_a_plus_k_and_only_inside_the_span() -> None:
-    ids = torch.arange(10, 20)[None]
-    loss_mask = mask_of("....#####.")[None]
-    blocks = build_blocks([torch.tensor([4, 6])], loss_mask, SIZE)
-    assert blocks.positions.tolist() == [[[4, 5, 6, 7], [6, 7, 8, 9]]]
-    assert blocks.counted.tolist() == [[[False, True, True, True], [False, True, True, False]]]
-    assert block_inputs(blocks, ids, 5).tolist() == [[[14, 5, 5, 5], [16, 5, 5, 5]]]
+    blocks = build_blocks([torch.tensor([4, 6])], [mask_of("....#####.")], SIZE)
+    assert blocks.positions.tolist() == [[4, 5, 6, 7], [6, 7, 8, 9]]
+    assert blocks.counted.tolist() == [[False, True, True, True], [False, True, True, False]]
+    anchors, mask = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([9.0, 8.0])
+    inputs = block_inputs(anchors, mask, SIZE)
+    assert inputs.shape == (2, SIZE, 2) and torch.equal(inputs[:, 0], anchors) and bool((inputs[:, 1:] == mask).all())
 
 
 def test_a_block_is_cut_at_the_document_end_and_at_a_gap() -> None:
-    loss_mask = torch.stack([mask_of("..##.###"), mask_of("..###...")])  # the second document is padded from 5 on
-    blocks = build_blocks([torch.tensor([2, 5]), torch.tensor([2])], loss_mask, SIZE)
+    masks = [mask_of("..##.###"), mask_of("..###")]  # a row of two documents, in which more documents may follow
+    blocks = build_blocks([torch.tensor([2, 5]), torch.tensor([2])], masks, SIZE, count=4)
     assert blocks.counted.tolist() == [
-        [[False, True, False, False], [False, True, True, False]],
-        [[False, True, True, False], [False] * 4],
+        [False, True, False, False],
+        [False, True, True, False],
+        [False, True, True, False],
+        [False] * 4,
     ]
+    assert blocks.starts.tolist() == [0, 0, 8, 0] and blocks.exists.tolist() == [True, True, True, False]
 
 
 def test_accepted_runs_pool_to_the_same_mean_however_grouped() -> None:
@@ -55,28 +89,59 @@ def test_accepted_runs_pool_to_the_same_mean_however_grouped() -> None:
     assert sum(halves) / 4 == 1.5
 
 
+def row_of_documents(lengths: list[int], anchors: list[list[int]], empty: int = 0) -> tuple[Blocks, list[int]]:
+    masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
+    count = sum(map(len, anchors)) + empty
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    return build_blocks([torch.tensor(a, dtype=torch.long) for a in anchors], masks, SIZE, count), bounds
+
+
 @pytest.mark.parametrize("window", [None, 3, 6])
-def test_the_training_mask_equals_nested_loops(window: int | None) -> None:
-    length, anchors = 12, [4, 5, 9]
-    blocks = build_blocks([torch.tensor(anchors)], torch.ones(1, length, dtype=torch.bool), SIZE)
-    mask = training_mask(blocks, length, window)[0, 0]
-    assert mask.shape == (len(anchors) * SIZE, length + len(anchors) * SIZE)
-    for n, anchor in enumerate(anchors):
+def test_both_masks_of_training_equal_nested_loops(window: int | None) -> None:
+    lengths, anchors = [12, 7], [[4, 5, 9], [2]]
+    blocks, bounds = row_of_documents(lengths, anchors)
+    total = bounds[-1] + blocks.counted.numel()
+    numbers = torch.arange(blocks.counted.numel())[:, None], torch.arange(total)[None]
+    zero = torch.tensor(0)
+    row_mask = readable(blocks, bounds[-1], window)(zero, zero, *numbers)
+    where = [(document, anchor) for document, found in enumerate(anchors) for anchor in found]
+    for n, (document, anchor) in enumerate(where):
         for s in range(SIZE):
-            row = mask[n * SIZE + s]
-            for t in range(length):
-                assert row[t] == (t < anchor and (window is None or anchor + s - t < window))
-            for m in range(len(anchors)):
-                for r in range(SIZE):
-                    seen = m == n and (window is None or (r <= s and s - r < window))
-                    assert row[length + m * SIZE + r] == seen
+            for key in range(total):
+                token, other = key - bounds[document], key - bounds[-1]
+                if key < bounds[-1]:
+                    seen = 0 <= token < anchor and (window is None or anchor + s - token < window)
+                else:
+                    r = other % SIZE
+                    seen = other // SIZE == n and (window is None or (r <= s and s - r < window))
+                assert row_mask[n * SIZE + s, key] == seen
+    first = dense_mask(torch.tensor(anchors[0]), SIZE, lengths[0], window)[0, 0]
+    own = slice(bounds[-1], bounds[-1] + 3 * SIZE)
+    assert torch.equal(first, torch.cat([row_mask[: 3 * SIZE, : lengths[0]], row_mask[: 3 * SIZE, own]], 1))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_attention_by_document_equals_attention_of_the_whole_row(window: int | None) -> None:
+    blocks, bounds = row_of_documents([12, 5, 30], [[4, 5, 9], [], [2, 28]], empty=2)
+    torch.manual_seed(0)
+    queries = blocks.counted.numel()
+    q = torch.randn(1, 4, queries, 8, requires_grad=True)
+    context, own = (KeysValues(*torch.randn(2, 1, 2, n, 8)) for n in (bounds[-1], queries))
+    numbers = torch.arange(queries)[:, None], torch.arange(bounds[-1] + queries)[None]
+    mask = readable(blocks, bounds[-1], window)(torch.tensor(0), torch.tensor(0), *numbers)
+    whole = MaskedAttention(mask[None, None])(q, context, own)
+    parts = DocumentAttention(blocks, bounds, window)(q, context, own)
+    real = slice(0, 5 * SIZE)
+    torch.testing.assert_close(parts[:, :, real], whole[:, :, real])
+    assert bool((parts[:, :, 5 * SIZE :] == 0).all())
+    gradients = [torch.autograd.grad(out[:, :, real].square().sum(), q)[0] for out in (parts, whole)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("window", [None, 3, 6])
 def test_the_decoding_mask_is_the_training_mask_of_its_block(window: int | None) -> None:
     length, anchor = 10, 7
-    blocks = build_blocks([torch.tensor([anchor])], torch.ones(1, length, dtype=torch.bool), SIZE)
-    expected = training_mask(blocks, length, window)
+    expected = dense_mask(torch.tensor([anchor]), SIZE, length, window)
     # The same tokens, cached out of order and with rejected ones between them.
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4, 6, 7, 8, 9]])
     valid = torch.tensor([[1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0]]).bool()
@@ -91,25 +156,31 @@ def test_the_decoding_mask_is_the_training_mask_of_its_block(window: int | None)
         assert mask[s, 13:].tolist() == expected[0, 0, s, length:].tolist()
 
 
+def attention_of(blocks: Blocks, bounds: list[int]) -> dict[str, Attention]:
+    return {
+        "full_attention": DocumentAttention(blocks, bounds, None),
+        "sliding_attention": DocumentAttention(blocks, bounds, 6),
+    }
+
+
 @pytest.mark.parametrize("sliding", [False, True])
-def test_no_gradient_from_features_at_or_after_an_anchor(sliding: bool) -> None:
-    """However the blocks overlap, block a's outputs depend on features strictly before a."""
+def test_no_gradient_from_features_at_or_after_an_anchor_nor_from_other_documents(sliding: bool) -> None:
+    """However the blocks overlap, block a's outputs depend on its own document's features strictly before a."""
     changes = {"sliding_window": 6, "full_attention_layers": (1,)} if sliding else {}
     drafter = tiny_drafter(**changes)
-    length, anchors = 16, [4, 6, 8]
-    blocks = build_blocks([torch.tensor(anchors)], torch.ones(1, length, dtype=torch.bool), SIZE)
-    features = torch.randn(1, length, len(TAPS), 16, requires_grad=True)
-    masks = {
-        "full_attention": training_mask(blocks, length, None),
-        "sliding_attention": training_mask(blocks, length, 6),
-    }
-    context = drafter.read_context(features, torch.arange(length)[None])
-    hidden = drafter(torch.randn(1, len(anchors) * SIZE, 16), blocks.positions.flatten(1), context, masks)
-    for n, anchor in enumerate(anchors):
+    anchors = [[3, 5], [4, 6, 8]]
+    blocks, bounds = row_of_documents([9, 16], anchors)
+    features = torch.randn(1, bounds[-1], len(TAPS), 16, requires_grad=True)
+    positions = torch.cat([torch.arange(9), torch.arange(16)])
+    context = drafter.read_context(features, positions[None])
+    embeddings = torch.randn(1, blocks.counted.numel(), 16)
+    hidden = drafter(embeddings, blocks.positions.flatten()[None], context, attention_of(blocks, bounds))
+    where = [(bounds[document], anchor) for document, found in enumerate(anchors) for anchor in found]
+    for n, (start, anchor) in enumerate(where):
         (gradient,) = torch.autograd.grad(hidden[0, n * SIZE : (n + 1) * SIZE].sum(), features, retain_graph=True)
-        by_position = gradient[0].abs().sum((1, 2))
-        assert bool((by_position[anchor:] == 0).all())
-        assert bool((by_position[max(0, anchor - 3) : anchor] > 0).all())
+        by_token = gradient[0].abs().sum((1, 2))
+        assert bool((by_token[:start] == 0).all()) and bool((by_token[start + anchor :] == 0).all())
+        assert bool((by_token[start + max(0, anchor - 3) : start + anchor] > 0).all())
 
 
 def test_a_block_among_others_equals_the_block_alone_and_as_decoded() -> None:
@@ -117,27 +188,23 @@ def test_a_block_among_others_equals_the_block_alone_and_as_decoded() -> None:
     torch.manual_seed(1)
     length, anchors = 16, [4, 6, 11]
     features, embeddings = torch.randn(1, length, len(TAPS), 16), torch.randn(1, len(anchors), SIZE, 16)
-    loss_mask = torch.ones(1, length, dtype=torch.bool)
 
     def run(chosen: list[int]) -> torch.Tensor:
-        blocks = build_blocks([torch.tensor([anchors[i] for i in chosen])], loss_mask, SIZE)
-        masks = {
-            "full_attention": training_mask(blocks, length, None),
-            "sliding_attention": training_mask(blocks, length, 6),
-        }
+        blocks, bounds = row_of_documents([length], [[anchors[i] for i in chosen]])
         context = drafter.read_context(features, torch.arange(length)[None])
-        return drafter(embeddings[:, chosen].flatten(1, 2), blocks.positions.flatten(1), context, masks)
+        inputs = embeddings[:, chosen].flatten(1, 2)
+        return drafter(inputs, blocks.positions.flatten()[None], context, attention_of(blocks, bounds))
 
     together = run([0, 1, 2]).unflatten(1, (3, SIZE))
     for n, anchor in enumerate(anchors):
         torch.testing.assert_close(run([n])[0], together[0, n])
         seen = torch.arange(anchor)[None]
         context = drafter.read_context(features[:, :anchor], seen)
-        masks = {
-            kind: decoding_mask(torch.tensor([anchor]), SIZE, seen, torch.ones_like(seen).bool(), window)
-            for kind, window in {"full_attention": None, "sliding_attention": 6}.items()
-        }
-        decoded = drafter(embeddings[:, n], (anchor + torch.arange(SIZE))[None], context, masks)
+        attention = {}
+        for kind, window in {"full_attention": None, "sliding_attention": 6}.items():
+            mask = decoding_mask(torch.tensor([anchor]), SIZE, seen, torch.ones_like(seen).bool(), window)
+            attention[kind] = MaskedAttention(mask)
+        decoded = drafter(embeddings[:, n], (anchor + torch.arange(SIZE))[None], context, attention)
         torch.testing.assert_close(decoded[0], together[0, n])
 
 
@@ -157,31 +224,68 @@ def test_dpace_weights_equal_nested_loops() -> None:
             assert weights[n, k] == pytest.approx(expected if counted[n, k] else 0.0, rel=1e-5)
 
 
-def test_kl_over_all_outcomes_is_the_plain_kl() -> None:
+def test_equal_blocks_weigh_the_same_and_empty_ones_nothing() -> None:
+    weights = equal_blocks(torch.tensor([[0.0, 3.0, 1.0], [0.0, 0.1, 0.0], [0.0, 0.0, 0.0]]))
+    assert weights.tolist() == [[0.0, 0.75, 0.25], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def some_answers(slots: int, rows: int, known: int) -> Answers:
+    """Answers whose ids are distinct in each slot, some of them lacked by the head."""
+    ids = torch.stack([torch.randperm(rows)[:known] for _ in range(slots)])
+    ids[torch.rand(slots, known) < 0.2] = -1
+    logprobs = torch.randn(slots, rows).log_softmax(-1)[:, :known]
+    return Answers(torch.randint(rows, (slots,)), ids, logprobs)
+
+
+def obvious_losses(logits: torch.Tensor, answers: Answers, terms: Terms) -> torch.Tensor:
+    """Over the known ids and one bucket for all others, slot by slot."""
+    total = []
+    for z, label, ids, logprobs in zip(logits, answers.labels, answers.topk_ids, answers.topk_logprobs, strict=True):
+        q = z.softmax(-1)
+        known = ids >= 0
+        guess, target = q[ids[known]], logprobs[known].exp()
+        guess, target = (torch.cat([x, 1 - x.sum()[None]]) for x in (guess, target))
+        kl = (target * (target.log() - guess.log())).sum()
+        tv = 0.5 * (target - guess).abs().sum()
+        total.append(-terms.ce * q[label].log() + terms.kl * kl + terms.tv * tv)
+    return torch.stack(total)
+
+
+@pytest.mark.parametrize("terms", [Terms(1, 0, 0), Terms(0, 1, 0), Terms(0, 0, 1), Terms(0.4, 0.5, 0.3)])
+def test_losses_and_their_written_gradients_equal_autograds(terms: Terms) -> None:
     torch.manual_seed(0)
-    target, guess = torch.randn(6, 9).log_softmax(-1), torch.randn(6, 9).log_softmax(-1)
-    plain = (target.exp() * (target - guess)).sum(-1)
-    # All outcomes but one are known: the bucket holds exactly the last.
-    torch.testing.assert_close(kl_with_tail(target[:, :8], guess[:, :8], torch.ones(6, 8).bool()), plain)
-    known = torch.ones(6, 8).bool()
-    known[:, 5] = False
-    lost = kl_with_tail(target[:, :8], guess[:, :8], known)
-    assert bool((lost <= plain + 1e-6).all()) and bool((lost >= 0).all())
+    logits = torch.randn(12, 20, dtype=torch.float64, requires_grad=True)
+    answers = some_answers(12, 20, 5)
+    expected = obvious_losses(logits, answers, terms)
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    found = logits.detach().float()
+    losses = chunk_losses(found, answers, terms, gradient=True)
+    torch.testing.assert_close(losses.loss, expected.float())
+    torch.testing.assert_close(found, gradient.float(), rtol=1e-4, atol=1e-6)
+    assert torch.equal(losses.guess, logits.argmax(-1))
+    torch.testing.assert_close(losses.ce, -logits.log_softmax(-1).gather(1, answers.labels[:, None])[:, 0].float())
+
+
+def test_a_tail_without_mass_is_finite() -> None:
+    logits = torch.zeros(2, 4)
+    logits[0, :2] = 60.0  # all of the guess's mass on what is known
+    answers = Answers(
+        torch.tensor([0, 1]), torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
+    )
+    losses = chunk_losses(logits, answers, Terms(1, 1, 1), gradient=True)
+    assert bool(losses.loss.isfinite().all()) and bool(logits.isfinite().all())
 
 
 def test_chunked_losses_equal_whole_ones_with_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    hidden = torch.randn(10, 6, requires_grad=True)
-    head, labels = torch.randn(20, 6), torch.randint(20, (10,))
-    ids = torch.randint(-1, 20, (10, 3))
-    logprobs = torch.randn(10, 3).log_softmax(-1) - 1
-    whole = slot_losses(hidden, head, labels, ids, logprobs)
-    (expected,) = torch.autograd.grad((whole[0] + whole[1]).sum(), hidden)
-    monkeypatch.setattr("foredraft.drafter.loss.CHUNK", 3)
-    parts = slot_losses(hidden, head, labels, ids, logprobs)
-    (gradient,) = torch.autograd.grad((parts[0] + parts[1]).sum(), hidden)
-    for whole_part, part in zip(whole, parts, strict=True):
-        torch.testing.assert_close(part, whole_part)
-    torch.testing.assert_close(gradient, expected)
-    ce = torch.nn.functional.cross_entropy(hidden @ head.T, labels, reduction="none")
-    torch.testing.assert_close(whole[0], ce)
+    hidden, head = torch.randn(10, 6, requires_grad=True), torch.randn(20, 6)
+    answers, terms, weights = some_answers(10, 20, 3), Terms(0.4, 0.6, 0.1), torch.rand(10)
+    expected = obvious_losses(hidden @ head.T, answers, terms)
+    (gradient,) = torch.autograd.grad((weights * expected).sum(), hidden)
+    for size in (1024, 3):
+        monkeypatch.setattr(loss, "CHUNK", size)
+        losses = slot_losses(hidden, head, answers, terms)
+        torch.testing.assert_close(losses.loss, expected)
+        torch.testing.assert_close(torch.autograd.grad((weights * losses.loss).sum(), hidden)[0], gradient)
+    with torch.no_grad():
+        assert torch.equal(slot_losses(hidden, head, answers, terms).loss, losses.loss)

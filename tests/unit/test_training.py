@@ -15,16 +15,18 @@ from foredraft.speculation.session import open_session
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import greedy_answers
 from foredraft.target.interface import Interface
-from foredraft.training.batches import FeatureData
 from foredraft.training.checkpoint import Progressed, checkpoints
 from foredraft.training.config import TrainConfig
-from foredraft.training.objective import Head, run_batch
+from foredraft.training.data import FeatureData, Row, RowSizes, pack
+from foredraft.training.objective import Head, run_row
 from foredraft.training.optim import learning_rate
 from foredraft.training.trainer import Trainer
 from tests.builders import make_features, make_interface, tiny_frozen
 from tests.conftest import TAPS, TINY_CHOICE, tiny_drafter, tiny_hybrid, tiny_shape
 
-LOSS = LossConfig(labels="target_argmax", soft=0.5, weights="decay", gamma=4.0, alpha=0.5)
+LOSS = LossConfig(
+    labels="target_argmax", ce=0.5, kl=0.5, tv=0.0, weights="decay", gamma=4.0, alpha=0.5, equal_blocks=False
+)
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -40,9 +42,11 @@ def config(**changes: Any) -> TrainConfig:
         "betas": (0.9, 0.95),
         "clip": 1.0,
         "epochs": 4,
+        "tokens_per_row": 100,
+        "anchors_per_row": 32,
         "tokens_per_step": 100,
-        "anchors_per_step": 32,
         "compute_dtype": "float32",
+        "weights_dtype": "float32",
         "seed": 1,
         "validate_every": 5,
         "validation_anchors": 16,
@@ -65,10 +69,15 @@ class Stopping(Trainer):
         super().__init__(*arguments)
         self.at = at
 
-    def step(self, progressed: Progressed) -> dict[str, Any]:
+    def step(self, progressed: Progressed, rows: list[Row]) -> dict[str, Any]:
         if progressed.step == self.at:
             raise KeyboardInterrupt
-        return super().step(progressed)
+        return super().step(progressed, rows)
+
+
+def all_blocks(embeddings: torch.Tensor, tokens: int = 0) -> RowSizes:
+    """A budget past every document's candidates: all of them are anchors, whatever the row."""
+    return RowSizes(tokens, 10_000, 4, embeddings)
 
 
 def curve_of(trainer: Trainer, folder: Path) -> list[dict[str, Any]]:
@@ -94,8 +103,8 @@ def test_resume_is_exact(world: Any, tmp_path: Path, at: int) -> None:
     assert len(checkpoints(tmp_path / "cut")) == (1 if at > 2 else 0)
     resumed = Trainer(config(), tiny_shape(), interface, folders)
     assert curve_of(resumed, tmp_path / "cut") == expected
-    for name, tensor in whole.drafter.state_dict().items():
-        assert torch.equal(tensor, resumed.drafter.state_dict()[name])
+    for name, tensor in whole.learner.drafter.state_dict().items():
+        assert torch.equal(tensor, resumed.learner.drafter.state_dict()[name])
 
 
 def test_a_half_written_checkpoint_is_passed_over(world: Any, tmp_path: Path) -> None:
@@ -112,16 +121,14 @@ def test_a_half_written_checkpoint_is_passed_over(world: Any, tmp_path: Path) ->
 def test_sums_pool_whatever_the_batch_and_its_padding(world: Any, weights: str) -> None:
     target, interface, folders = world
     data = FeatureData(folders, "train")
-    drafter, head = tiny_drafter(), Head.build(interface.lm_head, None, torch.float32)
+    drafter, head, embeddings = tiny_drafter(), Head.build(interface.lm_head), target.embeddings.weight
     loss = LOSS.model_copy(update={"weights": weights})
     documents = [0, 3, 7]
 
-    def run(indices: list[int]) -> Any:
-        # A budget past every document's candidates: all of them are anchors, whatever the batch.
-        batch = data.batch(indices, 10_000, 4, torch.Generator().manual_seed(0))
-        return run_batch(drafter, batch, target.embeddings.weight, head, loss)
+    def run(indices: list[int], tokens: int = 0) -> Any:
+        return run_row(drafter, data.row(indices, all_blocks(embeddings, tokens), 0), embeddings[5], head, loss)
 
-    together, apart = run(documents), [run([index]) for index in documents]
+    together, apart = run(documents, 200), [run([index]) for index in documents]
     torch.testing.assert_close(together.loss, sum(outcome.loss for outcome in apart))
     torch.testing.assert_close(together.weight, sum(outcome.weight for outcome in apart))
     assert together.accepted == sum(outcome.accepted for outcome in apart)
@@ -134,42 +141,50 @@ def test_block_labels_are_those_of_the_whole_sequence(world: Any, labels: str, m
     """A slot is scored against what stands, or what the target says, at that place of the full document."""
     target, _, folders = world
     data, indices = FeatureData(folders, "train"), [2, 5]
-    batch = data.batch(indices, 12, 4, torch.Generator().manual_seed(0))
+    embeddings = target.embeddings.weight
+    row = data.row(indices, RowSizes(80, 12, 4, embeddings), 0)
     expected = []
-    for row, index in enumerate(indices):
-        ids = batch.input_ids[row, : data.lengths[index]]
+    for start, index in zip(row.bounds, indices, strict=False):
+        ids = data.document(index).input_ids
         with torch.inference_mode():
             said = target.model(input_ids=ids[None]).logits[0].argmax(-1)
-        for n, anchor in enumerate(batch.blocks.anchors[row].tolist()):
-            places = [anchor + k for k in range(4) if batch.blocks.counted[row, n, k]]
+        for n in ((row.blocks.starts == start) & row.blocks.exists).nonzero()[:, 0].tolist():
+            anchor = int(row.blocks.anchors[n])
+            places = [anchor + k for k in range(4) if row.blocks.counted[n, k]]
             expected += [int(ids[place] if labels == "data" else said[place - 1]) for place in places]
     asked: list[int] = []
 
-    def recording(hidden: Any, head: Any, rows: Any, *rest: Any) -> Any:
-        asked.extend(rows.tolist())
-        return slot_losses(hidden, head, rows, *rest)
+    def recording(hidden: Any, head: Any, answers: Any, *rest: Any) -> Any:
+        asked.extend(answers.labels.tolist())
+        return slot_losses(hidden, head, answers, *rest)
 
     monkeypatch.setattr("foredraft.training.objective.slot_losses", recording)
-    head = Head.build(target.head.weight, None, torch.float32)
-    run_batch(tiny_drafter(), batch, target.embeddings.weight, head, LOSS.model_copy(update={"labels": labels}))
+    head = Head.build(target.head.weight)
+    run_row(tiny_drafter(), row, embeddings[5], head, LOSS.model_copy(update={"labels": labels}))
     assert asked[: len(expected)] == expected
-    assert len(expected) == int(batch.blocks.counted.sum())
+    assert len(expected) == row.count == int(row.blocks.counted.sum())
 
 
 def test_the_reduced_head_asks_for_every_label(world: Any) -> None:
     _, interface, folders = world
     data = FeatureData(folders, "train")
-    head = Head.build(interface.lm_head, data.answer_ids(), torch.float32)
-    batch = data.batch(list(range(len(data))), 10_000, 4, torch.Generator().manual_seed(0))
-    supervised = batch.topk_logprobs[..., 0] != 0
-    assert bool((head.row_of[batch.topk_ids[..., 0][supervised]] >= 0).all())
+    head = Head.build(interface.lm_head, data.answer_ids())
+    row = data.row(list(range(len(data))), all_blocks(interface.embed_tokens), 0)
+    assert bool((head.row_of[row.topk_ids[:, 0]] >= 0).all()) and bool((head.row_of[row.data_ids] >= 0).all())
+
+
+def test_rows_are_packed_within_the_budget() -> None:
+    lengths = [30, 70, 50, 20, 45, 120, 5]
+    rows = pack(lengths, 100)
+    assert sorted(i for row in rows for i in row) == list(range(7))
+    assert [sum(lengths[i] for i in row) for row in rows] == [120, 100, 100, 20]
 
 
 def test_an_epoch_holds_every_document_once_and_is_its_seeds(world: Any) -> None:
     data = FeatureData(world[2], "train")
     steps = data.epoch(1, 0, 100)
     assert sorted(i for step in steps for i in step) == list(range(len(data)))
-    assert all(len(step) * max(data.lengths[i] for i in step) <= 100 for step in steps)
+    assert all(sum(data.lengths[i] for i in step) <= 100 for step in steps)
     assert steps == data.epoch(1, 0, 100) != data.epoch(1, 1, 100)
 
 
@@ -185,13 +200,13 @@ def test_a_mask_token_that_means_something_is_refused(world: Any, mask: int, mes
 def test_non_finite_steps_are_skipped_then_stop_the_run_by_document(world: Any, tmp_path: Path) -> None:
     _, interface, folders = world
     trainer = Trainer(config(), tiny_shape(), interface, folders)
-    trainer.embeddings = torch.full_like(trainer.embeddings, float("nan"))
-    before = {name: tensor.clone() for name, tensor in trainer.drafter.state_dict().items()}
+    trainer.learner.mask.fill_(float("nan"))
+    before = {name: tensor.clone() for name, tensor in trainer.learner.drafter.state_dict().items()}
     with pytest.raises(
         ValueError, match=r"step 1: loss nan.*2 steps skipped; documents code/train-0000\d.safetensors#\d"
     ):
         trainer.run(Scratch(tmp_path))
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.drafter.state_dict().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.learner.drafter.state_dict().items())
 
 
 def test_zero_states_are_refused_by_shard_and_document(world: Any, tmp_path: Path) -> None:
@@ -210,7 +225,7 @@ def test_zero_states_are_refused_by_shard_and_document(world: Any, tmp_path: Pat
 def test_a_start_from_the_target_copies_its_last_layers(world: Any) -> None:
     target, interface, folders = world
     trainer = Trainer(config(start="target"), tiny_shape(), interface, folders)
-    state = trainer.drafter.state_dict()
+    state = trainer.learner.drafter.state_dict()
     for index, source in enumerate((2, 3)):
         for name, tensor in target.blocks[source].state_dict().items():
             assert torch.equal(state[f"layers.{index}.{name}"], tensor)
@@ -228,7 +243,7 @@ def test_a_drafter_trained_on_a_hybrid_is_lossless_on_it(tmp_path: Path) -> None
     trainer = Trainer(config(epochs=12), tiny_shape(), make_interface(target), folders)
     curve = curve_of(trainer, tmp_path / "scratch")
     assert curve[-1]["loss"] < curve[0]["loss"]
-    drafter = trainer.drafter.eval().requires_grad_(False)
+    drafter = trainer.learner.drafter.eval().requires_grad_(False)
     accepted = 0
     for index in range(4):
         prompt = FeatureData(folders, "validation").document(index).input_ids[:8].tolist()

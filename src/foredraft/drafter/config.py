@@ -61,10 +61,22 @@ class LossConfig(Config):
 
     labels: Literal["target_argmax", "data"]
     """What a slot is asked for: the target's likeliest id there, or the token in the data."""
-    soft: float = Field(ge=0, le=1)
-    """Share of the KL divergence from the stored top-k (with a tail bucket); the rest is cross-entropy on the label."""
+    ce: float = Field(ge=0)
+    """Weight of the cross-entropy on the label."""
+    kl: float = Field(ge=0)
+    """Weight of the KL divergence from the stored top-k, with a bucket for all other ids."""
+    tv: float = Field(ge=0)
+    """Weight of the total variation from the same."""
     weights: Literal["decay", "dpace"]
     gamma: float = Field(gt=0)
     """``decay``: slot k weighs exp(-(k - 1) / gamma)."""
     alpha: float = Field(ge=0, le=1)
     """``dpace``: how far confidence is drawn towards 1."""
+    equal_blocks: bool
+    """Scale the weights of each block to the same sum, so that blocks that are guessed well do not count for more."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LossConfig":
+        if self.ce + self.kl + self.tv == 0:
+            raise ValueError("ce, kl and tv are all 0: there is nothing to learn")
+        return self

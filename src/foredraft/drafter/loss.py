@@ -1,67 +1,132 @@
 """What a slot's guess costs, and how much each slot matters.
 
-Shapes: ``M`` counted slots, ``K`` stored top-k, ``V`` rows of the head in use, ``N`` blocks, ``S`` slots.
+The head is frozen and a slot's loss depends on no other slot, so its gradient is written down where its logits are: there
+is no second pass over them, and what stays is as wide as the hidden state, not as the vocabulary.
+
+With ``q = softmax(z)``, label ``y``, the target's stored probabilities ``t`` of ids ``K`` and a bucket for all other ids
+(``t_T``, ``q_T``), the terms and their gradients by ``z_j`` are
+
+* cross-entropy ``-log q_y``: ``q_j - [j = y]``;
+* KL divergence: ``q_j - t_j`` for ``j`` in ``K``, ``q_j (1 - t_T / q_T)`` elsewhere;
+* total variation, half the sum of ``|q - t|``: ``q_j (s_j - sum of s q) / 2``, with ``s`` the signs of ``q - t``.
+
+Shapes: ``M`` slots, ``K`` stored top-k, ``V`` rows of the head in use, ``D`` hidden size, ``N`` blocks, ``S`` slots.
 """
+
+import sys
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-CHUNK = 2048
-
-
-def slot_losses(
-    hidden: Tensor, head: Tensor, labels: Tensor, topk_ids: Tensor, topk_logprobs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy, KL and best guess of each slot, by chunks whose logits are computed again in the backward pass.
-
-    Args:
-        hidden: ``(M, D)``.
-        head: ``(V, D)``.
-        labels: ``(M)``, rows of ``head``.
-        topk_ids, topk_logprobs: ``(M, K)``, the target's own distribution; ids are rows of ``head``, or -1 for ids that
-            it lacks: their mass goes to the tail.
-
-    Returns:
-        ``(M)`` each: two losses in fp32, and rows of ``head``.
-    """
-    tensors = (hidden, labels, topk_ids, topk_logprobs)
-    if len(hidden) <= CHUNK:
-        return _chunk_losses(hidden, head, *tensors[1:])
-    parts = [
-        checkpoint(_chunk_losses, h, head, y, i, p, use_reentrant=False)
-        for h, y, i, p in zip(*(t.split(CHUNK) for t in tensors), strict=True)
-    ]
-    ce, kl, guess = zip(*parts, strict=True)
-    return torch.cat(ce), torch.cat(kl), torch.cat(guess)
+CHUNK = 1024
+"""Slots whose logits are held at once."""
+LEAST_TAIL = 1e-6
 
 
-def _chunk_losses(
-    hidden: Tensor, head: Tensor, labels: Tensor, topk_ids: Tensor, topk_logprobs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits = (hidden @ head.T).float()  # (M, V)
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    ce = (normaliser - logits.gather(1, labels[:, None]))[:, 0]
-    guessed = logits.gather(1, topk_ids.clamp(min=0)) - normaliser  # (M, K)
-    return ce, kl_with_tail(topk_logprobs, guessed, topk_ids >= 0), logits.detach().argmax(-1)
+@dataclass(frozen=True)
+class Terms:
+    """How much each term counts."""
+
+    ce: float
+    kl: float
+    tv: float
 
 
-def kl_with_tail(target: Tensor, guess: Tensor, known: Tensor) -> Tensor:
-    """KL(target || guess) over the known outcomes and one bucket for all others.
+@dataclass(frozen=True)
+class Answers:
+    """What slots are asked for. Ids are rows of the head in use; -1 for those that it lacks, whose mass goes to the tail."""
 
-    Args:
-        target, guess: ``(M, K)`` log-probabilities of the same ids.
-        known: ``(M, K)`` bool, which of them count; the others fall into the bucket.
-    """
-    terms = torch.where(known, target.exp() * (target - guess), 0.0).sum(-1)
-    target_tail, guess_tail = _log_tail(target, known), _log_tail(guess, known)
-    return terms + target_tail.exp() * (target_tail - guess_tail)
+    labels: Tensor  # (M)
+    topk_ids: Tensor  # (M, K)
+    topk_logprobs: Tensor  # (M, K)
+
+    def split(self, size: int) -> list["Answers"]:
+        """Chunks of ``size`` slots."""
+        parts = (tensor.split(size) for tensor in (self.labels, self.topk_ids, self.topk_logprobs))
+        return [Answers(*chunk) for chunk in zip(*parts, strict=True)]
 
 
-def _log_tail(logprobs: Tensor, known: Tensor) -> Tensor:
-    """Log of the mass that the known outcomes leave over, kept finite."""
-    mass = torch.where(known, logprobs.exp(), 0.0).sum(-1)
-    return torch.log1p(-mass.clamp(max=1 - 1e-6))
+@dataclass(frozen=True)
+class Losses:
+    """``(M)`` each: the weighted sum of the terms, which has a gradient; cross-entropy and best guess, which have none."""
+
+    loss: Tensor
+    ce: Tensor
+    guess: Tensor
+
+
+def slot_losses(hidden: Tensor, head: Tensor, answers: Answers, terms: Terms) -> Losses:
+    """Losses of slots ``hidden (M, D)`` under ``head (V, D)``, by chunks."""
+    return Losses(*_SlotLosses.apply(hidden, head, answers, terms))
+
+
+class _SlotLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, answers: Answers, terms: Terms) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if wanted else None
+        found, start = [], 0
+        for part, asked in zip(hidden.split(CHUNK), answers.split(CHUNK), strict=True):
+            logits = part @ head.T
+            found.append(chunk_losses(logits, asked, terms, wanted))
+            if gradient is not None:
+                torch.mm(logits, head, out=gradient[start : start + len(part)])
+            start += len(part)
+        ctx.save_for_backward(gradient)
+        results = [torch.cat([getattr(losses, name) for losses in found]) for name in ("loss", "ce", "guess")]
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (of_loss,) = ctx.saved_tensors
+        return of_loss * gradients[0][:, None].to(of_loss.dtype), None, None, None
+
+
+def chunk_losses(logits: Tensor, answers: Answers, terms: Terms, gradient: bool) -> Losses:
+    """Losses of slots by their logits ``(M, V)``; with ``gradient`` the logits are overwritten by the loss's own."""
+    rows = row_functions(logits.device)
+    normaliser, guess = rows.normaliser_and_best(logits)
+    labels, known, ids = answers.labels[:, None], answers.topk_ids >= 0, answers.topk_ids.clamp(min=0)
+    ce = normaliser - logits.gather(1, labels)[:, 0].float()
+    log_q, log_t = logits.gather(1, ids).float() - normaliser[:, None], answers.topk_logprobs  # (M, K)
+    q, t = (torch.where(known, x.exp(), 0.0) for x in (log_q, log_t))
+    rest = 1 - q.sum(-1, keepdim=True)
+    tail_q, tail_t = (x.clamp(min=LEAST_TAIL) for x in (rest, 1 - t.sum(-1, keepdim=True)))
+    kl = (torch.where(known, t * (log_t - log_q), 0.0).sum(-1, keepdim=True) + tail_t * (tail_t / tail_q).log())[:, 0]
+    tv = 0.5 * ((q - t).abs().sum(-1, keepdim=True) + (tail_q - tail_t).abs())[:, 0]
+    if gradient:
+        held = (rest > LEAST_TAIL).float()  # a tail that is clamped does not move
+        ratio = held * tail_t / tail_q
+        sign, tail_sign = (q - t).sign(), held * (tail_q - tail_t).sign()
+        mass, lean = t.sum(-1, keepdim=True) + held * tail_t, (sign * q).sum(-1, keepdim=True) + tail_sign * tail_q
+        share = terms.ce + terms.kl * (mass - ratio) + 0.5 * terms.tv * (tail_sign - lean)
+        of_known = q * (terms.kl * ratio + 0.5 * terms.tv * (sign - tail_sign)) - terms.kl * t
+        rows.scale_softmax(logits, normaliser, share[:, 0])
+        logits.scatter_add_(1, ids, torch.where(known, of_known, 0.0).to(logits.dtype))
+        logits.scatter_add_(1, labels, torch.full_like(ce, -terms.ce, dtype=logits.dtype)[:, None])
+    return Losses(terms.ce * ce + terms.kl * kl + terms.tv * tv, ce, guess)
+
+
+def row_functions(device: torch.device) -> Any:
+    """Where what passes over whole rows of logits is: Triton's kernels on a GPU, this module elsewhere."""
+    if device.type == "cuda":
+        from foredraft.drafter import fused_loss
+
+        return fused_loss
+    return sys.modules[__name__]
+
+
+def normaliser_and_best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log of the sum of exponentials of each row of ``(M, V)``, in float32, and the place of its largest."""
+    return logits.float().logsumexp(-1), logits.argmax(-1)
+
+
+def scale_softmax(logits: Tensor, normaliser: Tensor, share: Tensor) -> None:
+    """Overwrite each row of ``(M, V)`` by its softmax times ``share (M)``."""
+    logits.copy_((logits.float() - normaliser[:, None]).exp_().mul_(share[:, None]))
 
 
 def decay_weights(counted: Tensor, gamma: float) -> Tensor:
@@ -83,3 +148,9 @@ def dpace_weights(confidence: Tensor, counted: Tensor, alpha: float) -> Tensor:
     reach = s[..., 1:].cumprod(-1) * counted[..., 1:]
     tail = reach.flip(-1).cumsum(-1).flip(-1) * counted[..., 1:]
     return torch.cat([torch.zeros_like(tail[..., :1]), tail], dim=-1)
+
+
+def equal_blocks(weights: Tensor) -> Tensor:
+    """Weights ``(N, S)`` scaled so that those of each block that has any add up to one."""
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0)

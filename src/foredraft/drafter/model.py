@@ -6,21 +6,12 @@ LM head are the target's and are not held here.
 Shapes: ``B`` rows, ``T`` context tokens, ``Q`` slots, ``L`` taps, ``D`` hidden size, ``H`` heads, ``d`` head size.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foredraft.drafter.attention import Attention, KeysValues
 from foredraft.drafter.config import DrafterShape
-
-
-@dataclass(frozen=True)
-class LayerContext:
-    """What one layer keeps of the context: keys (normed and rotated) and values, ``(B, Hkv, T, d)``."""
-
-    keys: Tensor
-    values: Tensor
 
 
 class Drafter(nn.Module):
@@ -38,7 +29,7 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.choice.num_layers))
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
 
-    def read_context(self, target_hidden: Tensor, positions: Tensor) -> list[LayerContext]:
+    def read_context(self, target_hidden: Tensor, positions: Tensor) -> list[KeysValues]:
         """Project the target's features for every layer.
 
         Args:
@@ -50,14 +41,14 @@ class Drafter(nn.Module):
         return [layer.self_attn.read_context(context, rotation) for layer in self.layers]  # type: ignore[union-attr,operator]
 
     def forward(
-        self, embeddings: Tensor, positions: Tensor, context: list[LayerContext], masks: dict[str, Tensor]
+        self, embeddings: Tensor, positions: Tensor, context: list[KeysValues], attention: dict[str, Attention]
     ) -> Tensor:
         """Fill blocks.
 
         Args:
             embeddings: ``(B, Q, D)``, the target's embeddings of the ids in the slots.
             positions: ``(B, Q)``.
-            masks: for each layer type in use, ``(B, 1, Q, T + Q)`` bool.
+            attention: for each layer type in use.
 
         Returns:
             hidden states for the target's LM head, ``(B, Q, D)``.
@@ -65,7 +56,7 @@ class Drafter(nn.Module):
         rotation = rotary(positions, self.shape.choice.head_dim, self.shape.rope_theta)
         hidden = embeddings
         for layer, kind, kept in zip(self.layers, self.shape.choice.layer_types, context, strict=True):
-            hidden = layer(hidden, rotation, kept, masks[kind])
+            hidden = layer(hidden, rotation, kept, attention[kind])
         return self.norm(hidden)
 
 
@@ -79,8 +70,10 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: LayerContext, mask: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, mask)
+    def forward(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: KeysValues, attention: Attention
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, attention)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -95,20 +88,19 @@ class ContextAttention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, choice.num_kv_heads * choice.head_dim, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, choice.num_kv_heads * choice.head_dim, bias=False)
         self.o_proj = nn.Linear(choice.num_heads * choice.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(choice.head_dim, shape.rms_norm_eps)
-        self.k_norm = RMSNorm(choice.head_dim, shape.rms_norm_eps)
+        self.q_norm = RotaryNorm(choice.head_dim, shape.rms_norm_eps)
+        self.k_norm = RotaryNorm(choice.head_dim, shape.rms_norm_eps)
 
-    def read_context(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> LayerContext:
+    def read_context(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
         """Keys and values of the context ``(B, T, D)``."""
-        keys = rotate(self.k_norm(self._heads(self.k_proj(context))), rotation)
-        return LayerContext(keys, self._heads(self.v_proj(context)))
+        keys = self.k_norm(self._heads(self.k_proj(context)), rotation)
+        return KeysValues(keys, self._heads(self.v_proj(context)))
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: LayerContext, mask: Tensor) -> Tensor:
-        queries = rotate(self.q_norm(self._heads(self.q_proj(hidden))), rotation)  # (B, H, Q, d)
-        block = self.read_context(hidden, rotation)
-        keys = torch.cat([context.keys, block.keys], dim=2)  # (B, Hkv, T + Q, d)
-        values = torch.cat([context.values, block.values], dim=2)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    def forward(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: KeysValues, attention: Attention
+    ) -> Tensor:
+        queries = self.q_norm(self._heads(self.q_proj(hidden)), rotation)  # (B, H, Q, d)
+        out = attention(queries, context, self.read_context(hidden, rotation))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, tensor: Tensor) -> Tensor:
@@ -123,9 +115,17 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, ffn_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, ffn_size, bias=False)
         self.down_proj = nn.Linear(ffn_size, hidden_size, bias=False)
+        self.gate = SiluGate()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return self.down_proj(self.gate(self.gate_proj(hidden), self.up_proj(hidden)))
+
+
+class SiluGate(nn.Module):
+    """SiLU of the first times the second."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
 
 
 class RMSNorm(nn.Module):
@@ -140,6 +140,21 @@ class RMSNorm(nn.Module):
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight.to(hidden.dtype) * wide.to(hidden.dtype)
+
+
+class RotaryNorm(RMSNorm):
+    """Norm of each head of ``(B, H, T, d)``, then its rotation."""
+
+    def forward(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return rotate(super().forward(heads), rotation)
+
+
+def compile_pointwise(drafter: Drafter) -> None:
+    """Compile what stands between the matrix products, forward and backward, for the few shapes that training has."""
+    torch._dynamo.config.recompile_limit = 64
+    for module in drafter.modules():
+        if isinstance(module, RMSNorm | SiluGate):
+            module.compile(dynamic=False)
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

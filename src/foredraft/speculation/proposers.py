@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from foredraft.drafter.masks import decoding_mask
-from foredraft.drafter.model import Drafter, LayerContext
+from foredraft.drafter.attention import Attention, KeysValues, MaskedAttention, decoding_mask
+from foredraft.drafter.model import Drafter
 from foredraft.speculation.session import Slots
 from foredraft.target.frozen import FrozenTarget
 
@@ -28,7 +28,7 @@ class DFlashProposer:
 
     def __init__(self, drafter: Drafter, target: FrozenTarget):
         self._drafter, self._target = drafter, target
-        self._context: list[LayerContext] = []
+        self._context: list[KeysValues] = []
         self._positions = torch.zeros(0)
         self._valid = torch.zeros(0)
 
@@ -38,7 +38,7 @@ class DFlashProposer:
             self._context, self._positions, self._valid = new, slots.positions, slots.valid
             return
         self._context = [
-            LayerContext(torch.cat([old.keys, more.keys], dim=2), torch.cat([old.values, more.values], dim=2))
+            KeysValues(torch.cat([old.keys, more.keys], dim=2), torch.cat([old.values, more.values], dim=2))
             for old, more in zip(self._context, new, strict=True)
         ]
         self._positions = torch.cat([self._positions, slots.positions], dim=1)
@@ -50,18 +50,13 @@ class DFlashProposer:
         anchors = torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)  # (B)
         block = torch.full((len(sequences), choice.block_size), choice.mask_token_id, device=device)  # (B, S)
         block[:, 0] = torch.tensor([sequence[-1] for sequence in sequences], device=device)
-        masks = {
-            kind: decoding_mask(
-                anchors,
-                choice.block_size,
-                self._positions,
-                self._valid,
-                None if kind == "full_attention" else choice.sliding_window,
-            )
-            for kind in set(choice.layer_types)
-        }
+        attention: dict[str, Attention] = {}
+        for kind in set(choice.layer_types):
+            window = None if kind == "full_attention" else choice.sliding_window
+            mask = decoding_mask(anchors, choice.block_size, self._positions, self._valid, window)
+            attention[kind] = MaskedAttention(mask)
         positions = anchors[:, None] + torch.arange(choice.block_size, device=device)
-        hidden = self._drafter(self._target.embeddings(block), positions, self._context, masks)
+        hidden = self._drafter(self._target.embeddings(block), positions, self._context, attention)
         return self._target.head(hidden[:, 1:]).argmax(-1).tolist()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from foredraft.devices import default_device
 from foredraft.target.config import TargetConfig
 
 
@@ -147,8 +148,3 @@ def load_target(
         trust_remote_code=config.trust_remote_code,
     )
     return FrozenTarget(model.to(device or default_device()), layer_ids)
-
-
-def default_device() -> str:
-    """``cuda`` where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"

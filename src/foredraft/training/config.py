@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from foredraft.drafter.config import DrafterConfig, LossConfig
 from foredraft.params import Config
@@ -28,12 +28,16 @@ class TrainConfig(Config):
     clip: float = Field(gt=0)
     """Largest norm of the gradient."""
     epochs: int = Field(gt=0)
+    tokens_per_row: int = Field(gt=0)
+    """Tokens of a row, which documents are packed into: one forward pass."""
+    anchors_per_row: int = Field(gt=0)
+    """Blocks of a row, shared among its documents in proportion to their supervised tokens."""
     tokens_per_step: int = Field(gt=0)
-    """Context tokens of a step, padding included."""
-    anchors_per_step: int = Field(gt=0)
-    """Blocks of a step, shared among its documents in proportion to their supervised tokens."""
+    """Tokens of an optimiser step, whatever the number of GPUs: whole rows."""
     compute_dtype: Literal["bfloat16", "float32"]
-    """Of matrix products; weights and optimiser state are fp32."""
+    """Of matrix products."""
+    weights_dtype: Literal["bfloat16", "float32"]
+    """Of the trained weights and of the optimiser's state. bfloat16 halves their memory; small updates are lost in it."""
     seed: int
     validate_every: int = Field(gt=0)
     """Steps between validations. The weights with the most tokens per step on them are published."""
@@ -42,3 +46,16 @@ class TrainConfig(Config):
     """Steps between checkpoints; a killed run goes on from the last complete one."""
     max_skipped_steps: int = Field(ge=0)
     """Stop after this many steps with a non-finite loss or gradient."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainConfig":
+        if self.tokens_per_step % self.tokens_per_row:
+            raise ValueError(
+                f"tokens_per_step = {self.tokens_per_step} is no multiple of tokens_per_row = {self.tokens_per_row}"
+            )
+        return self
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that make up a step."""
+        return self.tokens_per_step // self.tokens_per_row

@@ -3,6 +3,9 @@
 import csv
 import io
 import time
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +13,20 @@ import torch
 from safetensors.torch import save_file
 
 from foredraft.artifacts import Manifest, require_same_contract, write_atomic, write_json
+from foredraft.devices import default_device
 from foredraft.drafter.config import DrafterShape
 from foredraft.drafter.model import Drafter
 from foredraft.progress import Progress
 from foredraft.provenance import commit
 from foredraft.scratch import Scratch, open_scratch, work_fingerprint
 from foredraft.target.interface import Interface, read_interface
-from foredraft.training.batches import FeatureData, open_all_features
 from foredraft.training.checkpoint import Progressed, load_checkpoint, save_checkpoint
 from foredraft.training.config import TrainConfig
+from foredraft.training.data import FeatureData, Row, RowSizes, ahead, open_all_features
 from foredraft.training.initialise import initialise
-from foredraft.training.objective import Head, Outcome, run_batch
-from foredraft.training.optim import build_optimizer, learning_rate
+from foredraft.training.learner import Learner
+from foredraft.training.objective import Head, Outcome
+from foredraft.training.optim import learning_rate
 
 WEIGHTS = "drafter.safetensors"
 SHAPE = "shape.json"
@@ -32,117 +37,109 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, shape: DrafterShape, interface: Interface, folders: dict[str, Path]):
         self.config = config
-        self.dtype = getattr(torch, config.compute_dtype)
         self.train_data = FeatureData(folders, "train")
         self.validation_data = FeatureData(folders, "validation")
         for split, data in {"train": self.train_data, "validation": self.validation_data}.items():
             if len(data) == 0:
                 raise ValueError(f"no {split} document in {', '.join(map(str, folders.values()))}")
         check_mask_token(config.drafter.mask_token_id, self.train_data, interface.manifest.facts)
-        self.embeddings = interface.embed_tokens.to(self.dtype)
+        device, dtype = torch.device(default_device()), getattr(torch, config.compute_dtype)
         rows = self.train_data.answer_ids() if config.head_rows == "occurring" else None
-        self.train_head = Head.build(interface.lm_head, rows, self.dtype)
-        self.full_head = Head.build(interface.lm_head, None, self.dtype)
-        self.drafter = Drafter(shape)
-        initialise(self.drafter, config.start, interface, torch.Generator().manual_seed(config.seed))
-        self.optimizer = build_optimizer(self.drafter, config)
-        self.plan = [
-            (epoch, number, documents)
-            for epoch in range(config.epochs)
-            for number, documents in enumerate(self.train_data.epoch(config.seed, epoch, config.tokens_per_step))
-        ]
+        drafter = Drafter(shape)
+        initialise(drafter, config.start, interface, torch.Generator().manual_seed(config.seed))
+        embeddings = interface.embed_tokens.to(dtype)
+        mask = embeddings[config.drafter.mask_token_id]
+        self.learner = Learner(config, drafter, Head.build(interface.lm_head, rows), mask, device)
+        self.full_head = self.learner.head if rows is None else Head.build(interface.lm_head).to(device, dtype)
+        self.sizes = RowSizes(config.tokens_per_row, config.anchors_per_row, config.drafter.block_size, embeddings)
+        self.plan = plan_steps(self.train_data, config)
 
     def run(self, scratch: Scratch) -> Progressed:
         """Train to the end, from the last complete checkpoint in ``scratch``."""
-        progressed = load_checkpoint(scratch.path, self.drafter, self.optimizer)
+        learner, config = self.learner, self.config
+        progressed = load_checkpoint(scratch.path, learner.drafter, learner.optimizer)
+        steps = self.plan[progressed.step :]
+        rows = ahead(
+            (partial(self.train_data.row, documents, self.sizes, seed) for s in steps for seed, documents in s),
+            learner.device,
+        )
         with Progress("train", len(self.plan), "steps", done=progressed.step) as progress:
-            while progressed.step < len(self.plan):
-                record = self.step(progressed)
+            for step in steps:
+                started = time.perf_counter()
+                record = self.step(progressed, list(islice(rows, len(step))))
+                record["seconds"] = time.perf_counter() - started
                 progressed.step += 1
                 last = progressed.step == len(self.plan)
-                if last or progressed.step % self.config.validate_every == 0:
+                if last or progressed.step % config.validate_every == 0:
                     record |= {
                         f"val_{key}": value for key, value in self.validate().items() if key != "accuracy_by_slot"
                     }
                     self._keep_best(progressed, record, scratch)
                 progressed.curve.append(record)
-                if last or progressed.step % self.config.checkpoint_every == 0:
-                    save_checkpoint(scratch.path, self.drafter, self.optimizer, progressed)
+                if last or progressed.step % config.checkpoint_every == 0:
+                    save_checkpoint(scratch.path, learner.drafter, learner.optimizer, progressed)
                 progress.advance(1, note=f"loss {record['loss']:.3f}")
         return progressed
 
-    def step(self, progressed: Progressed) -> dict[str, Any]:
-        """One optimiser step on the planned documents; its record for the curve.
+    def step(self, progressed: Progressed, rows: list[Row]) -> dict[str, Any]:
+        """One optimiser step; its record for the curve.
 
         Raises:
             ValueError: too many steps had a non-finite loss or gradient; names the documents of the last.
         """
-        started = time.perf_counter()
-        epoch, number, documents = self.plan[progressed.step]
-        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) * 1_000_003 + number)
-        batch = self.train_data.batch(
-            documents, self.config.anchors_per_step, self.config.drafter.block_size, generator
-        )
         rate = learning_rate(self.config, progressed.step, len(self.plan))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
-        with self._autocast():
-            outcome = run_batch(self.drafter, batch, self.embeddings, self.train_head, self.config.loss)
-        loss = outcome.loss / outcome.weight.clamp(min=1e-12)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
-        if torch.isfinite(loss) and torch.isfinite(norm):
-            self.optimizer.step()
-        else:
+        step = self.learner.learn(rows, rate)
+        if not step.applied:
             progressed.skipped += 1
             if progressed.skipped > self.config.max_skipped_steps:
+                names = ", ".join(name for row in rows for name in row.names)
                 raise ValueError(
-                    f"train: step {progressed.step}: loss {float(loss.detach())}, gradient norm {float(norm)}: "
-                    f"{progressed.skipped} steps skipped; documents {', '.join(batch.names)}"
+                    f"train: step {progressed.step}: loss {step.loss}, gradient norm {step.norm}: "
+                    f"{progressed.skipped} steps skipped; documents {names}"
                 )
         return {
             "step": progressed.step + 1,
-            "loss": float(loss.detach()),
+            "loss": step.loss,
             "lr": rate,
-            "gradient_norm": float(norm),
-            "tokens_per_step": 1 + outcome.accepted / max(1, outcome.blocks),
-            "anchors": outcome.blocks,
-            "seconds": time.perf_counter() - started,
+            "gradient_norm": step.norm,
+            "tokens_per_step": 1 + step.accepted / max(1, step.blocks),
+            "anchors": step.blocks,
         }
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
         """Loss and acceptance on held-out documents: the same code, all rows of the head, fixed anchors."""
-        steps = self.validation_data.epoch(self.config.seed, 0, self.config.tokens_per_step)
-        budget = max(1, self.config.validation_anchors // len(steps))
-        outcomes = []
-        for number, documents in enumerate(steps):
-            generator = torch.Generator().manual_seed(number)
-            batch = self.validation_data.batch(documents, budget, self.config.drafter.block_size, generator)
-            with self._autocast():
-                outcomes.append(run_batch(self.drafter, batch, self.embeddings, self.full_head, self.config.loss))
-        return pooled(outcomes)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        rows = self.validation_data.epoch(self.config.seed, 0, self.config.tokens_per_row)
+        sizes = replace(self.sizes, anchors=max(1, self.config.validation_anchors // len(rows)))
+        made = (partial(self.validation_data.row, documents, sizes, number) for number, documents in enumerate(rows))
+        return pooled([self.learner.run(row, self.full_head) for row in ahead(made, self.learner.device)])
 
     def _keep_best(self, progressed: Progressed, record: dict[str, Any], scratch: Scratch) -> None:
         if not progressed.best or record["val_tokens_per_step"] > progressed.best["tokens_per_step"]:
-            scratch.write(WEIGHTS, lambda path: save_file(self.drafter.state_dict(), path))
+            scratch.write(WEIGHTS, lambda path: save_file(self.learner.drafter.state_dict(), path))
             progressed.best = {"step": progressed.step, "tokens_per_step": record["val_tokens_per_step"]}
+
+
+def plan_steps(data: FeatureData, config: TrainConfig) -> list[list[tuple[int, list[int]]]]:
+    """For every step of the run its rows: the seed of a row's anchors, and its documents."""
+    steps: list[list[tuple[int, list[int]]]] = []
+    for epoch in range(config.epochs):
+        rows = data.epoch(config.seed, epoch, config.tokens_per_row)
+        seeded = [((config.seed * 1_000_003 + epoch) * 1_000_003 + number, row) for number, row in enumerate(rows)]
+        steps += [seeded[i : i + config.rows_per_step] for i in range(0, len(seeded), config.rows_per_step)]
+    return steps
 
 
 def pooled(outcomes: list[Outcome]) -> dict[str, Any]:
     """Numbers of a whole set, from sums and counts."""
     counted = torch.stack([outcome.counted for outcome in outcomes]).sum(0)
     correct = torch.stack([outcome.correct for outcome in outcomes]).sum(0)
-    blocks = sum(outcome.blocks for outcome in outcomes)
+    accepted, blocks = (int(sum(getattr(o, key) for o in outcomes)) for key in ("accepted", "blocks"))
     weight = sum(float(outcome.weight) for outcome in outcomes)
     return {
         "loss": sum(float(outcome.loss) for outcome in outcomes) / max(weight, 1e-12),
-        "tokens_per_step": 1 + sum(outcome.accepted for outcome in outcomes) / max(1, blocks),
-        "accepted_per_step": sum(outcome.accepted for outcome in outcomes) / max(1, blocks),
+        "tokens_per_step": 1 + accepted / max(1, blocks),
+        "accepted_per_step": accepted / max(1, blocks),
         "blocks": blocks,
         "accuracy_by_slot": (correct[1:] / counted[1:].clamp(min=1)).tolist(),
     }
@@ -215,7 +212,7 @@ def summary(progressed: Progressed, trainer: Trainer) -> dict[str, Any]:
         "steps": progressed.step,
         "skipped_steps": progressed.skipped,
         "documents": len(trainer.train_data),
-        "parameters": sum(p.numel() for p in trainer.drafter.parameters()),
+        "parameters": sum(p.numel() for p in trainer.learner.drafter.parameters()),
         "anchors_per_second": sum(record["anchors"] for record in progressed.curve) / seconds,
         "best_step": progressed.best["step"],
         "val": {key.removeprefix("val_"): value for key, value in last.items() if key.startswith("val_")},

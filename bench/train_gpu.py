@@ -1,0 +1,315 @@
+"""What a training step of a large drafter costs on a GPU: ours, speculators' and the matrix products alone.
+
+usage: python bench/train_gpu.py OUT.json [part ...]
+
+Runs where there is a GPU, PyTorch, Triton and Transformers (and pydantic, filelock, ruamel.yaml); speculators 0.9.0 may lie
+in the folder $PEER. The drafter has the shape of the one published for Qwen3.6-27B and random weights; a step reads one document of
+3,072 tokens with 512 blocks of 16 and ends with AdamW. Each part runs in a process of its own, on the same GPU.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+import torch
+from torch import Tensor
+
+TOKENS, ANCHORS, BLOCK = 3072, 512, 16
+LAYERS, HEADS, KV_HEADS, HEAD, HIDDEN, FFN, VOCABULARY, TAPS = 5, 32, 8, 128, 5120, 17_408, 248_320, 5
+TOP_K = 16
+WARM_UP, REPEATS = 4, 12
+GIB = 2**30
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Median time of a step, the host's part included."""
+    for _ in range(WARM_UP):
+        work()
+    times = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def make_learner(weights: str) -> Any:
+    """A drafter of the published shape, at random, with its optimiser and the target's head."""
+    from foredraft.drafter.config import DrafterConfig, DrafterShape, LossConfig
+    from foredraft.drafter.model import Drafter, initialise_random
+    from foredraft.training.config import TrainConfig
+    from foredraft.training.learner import Learner
+    from foredraft.training.objective import Head
+
+    choice = DrafterConfig(
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD,
+        ffn_size=FFN,
+        block_size=BLOCK,
+        mask_token_id=VOCABULARY - 1,
+    )
+    loss = LossConfig(
+        labels="target_argmax", ce=1.0, kl=0.0, tv=0.0, weights="decay", gamma=7.0, alpha=0.5, equal_blocks=False
+    )
+    config = TrainConfig(
+        drafter=choice,
+        start="random",
+        head_rows="full",
+        loss=loss,
+        lr=6e-4,
+        schedule="cosine",
+        warmup=0.04,
+        weight_decay=0.01,
+        betas=(0.9, 0.95),
+        clip=1.0,
+        epochs=1,
+        tokens_per_row=TOKENS,
+        anchors_per_row=ANCHORS,
+        tokens_per_step=TOKENS,
+        compute_dtype="bfloat16",
+        weights_dtype=weights,
+        seed=1,
+        validate_every=1000,
+        validation_anchors=512,
+        checkpoint_every=1000,
+        max_skipped_steps=0,
+    )
+    shape = DrafterShape(
+        choice=choice,
+        hidden_size=HIDDEN,
+        vocab_rows=VOCABULARY,
+        target_layer_ids=(1, 16, 31, 46, 61),
+        num_target_layers=64,
+        rms_norm_eps=1e-6,
+        rope_theta=1e7,
+        max_position_embeddings=262_144,
+    )
+    device = torch.device("cuda")
+    with device:
+        drafter = Drafter(shape)
+        initialise_random(drafter, torch.Generator(device).manual_seed(1))
+        head = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16) * 0.02
+        mask = torch.randn(HIDDEN, dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        return Learner(config, drafter, Head(head, torch.arange(VOCABULARY)), mask, device)
+
+
+def make_row(seed: int) -> Any:
+    """A document at random."""
+    from foredraft.drafter.blocks import anchor_candidates, build_blocks, draw_anchors
+    from foredraft.training.data import Row
+
+    generator = torch.Generator().manual_seed(seed)
+    supervised = torch.ones(TOKENS, dtype=torch.bool)
+    anchors = draw_anchors(anchor_candidates(supervised)[: -BLOCK + 2], ANCHORS, generator)
+    blocks = build_blocks([anchors], [supervised], BLOCK, ANCHORS)
+    slots = blocks.counted.flatten().nonzero()[:, 0]
+    ids = torch.randint(VOCABULARY, (len(slots), TOP_K), generator=generator)
+    row = Row(
+        names=["random"],
+        bounds=[0, TOKENS],
+        target_hidden=torch.randn(TOKENS, TAPS, HIDDEN, generator=generator).bfloat16(),
+        positions=torch.arange(TOKENS),
+        embedded=torch.randn(ANCHORS, HIDDEN, generator=generator).bfloat16(),
+        blocks=blocks,
+        count=len(slots),
+        slots=slots,
+        data_ids=ids[:, 0],
+        topk_ids=ids,
+        topk_logprobs=torch.randn(len(slots), TOP_K, generator=generator).log_softmax(-1) - 0.5,
+    )
+    return row.to(torch.device("cuda"))
+
+
+def ours(weights: str) -> dict[str, Any]:
+    """Our step, with weights and optimiser in this type."""
+    rows = [make_row(seed) for seed in range(4)]
+    start = time.perf_counter()
+    learner = make_learner(weights)
+    losses = [learner.learn([rows[0]], 1e-4).loss]
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    steps = iter(range(10**6))
+    seconds = seconds_of(lambda: losses.append(learner.learn([rows[next(steps) % 4]], 1e-4).loss))
+    found = {
+        "milliseconds": round(seconds * 1e3, 1),
+        "anchors_per_s": round(ANCHORS / seconds),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "first_step_s": round(first, 1),
+        "losses": [round(losses[0], 3), round(losses[-1], 3)],
+    }
+    print(weights, found, flush=True)
+    found["kernel_milliseconds"] = by_kernel(lambda: learner.learn([rows[0]], 1e-4))
+    return found
+
+
+def by_kernel(work: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of the kernels that take longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        work()
+        torch.cuda.synchronize()
+    rows = [(event.self_device_time_total / 1e3, event.count, event.key[:90]) for event in recorded.key_averages()]
+    return {f"{name} x{count}": round(milliseconds, 2) for milliseconds, count, name in sorted(rows, reverse=True)[:40]}
+
+
+def floor() -> dict[str, Any]:
+    """All matrix products of a step and nothing else: forward, by input, by weight; of the head the first two."""
+    slots, scored = ANCHORS * BLOCK, ANCHORS * (BLOCK - 1)
+    wide = HEADS * HEAD + 0
+    narrow = KV_HEADS * HEAD
+    layer = [
+        (slots, HIDDEN, wide),
+        (slots, wide, HIDDEN),
+        (slots, HIDDEN, FFN),
+        (slots, HIDDEN, FFN),
+        (slots, FFN, HIDDEN),
+    ]
+    layer += [(slots, HIDDEN, narrow)] * 2 + [(TOKENS, HIDDEN, narrow)] * 2
+    products = layer * LAYERS + [(TOKENS, TAPS * HIDDEN, HIDDEN)]
+    operands: dict[tuple[int, int], Tensor] = {}
+
+    def operand(rows: int, columns: int) -> Tensor:
+        if (rows, columns) not in operands:
+            operands[rows, columns] = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        return operands[rows, columns]
+
+    def work() -> None:
+        for rows, inputs, outputs in products:
+            x, weight, gradient = operand(rows, inputs), operand(outputs, inputs), operand(rows, outputs)
+            x @ weight.T
+            gradient.T @ x
+            if (rows, inputs) != (TOKENS, TAPS * HIDDEN):
+                gradient @ weight
+        head = operand(VOCABULARY, HIDDEN)
+        for _ in range(scored // 1280):
+            part = operand(1280, HIDDEN) @ head.T
+            part @ head
+
+    seconds = seconds_of(work)
+    operations = sum(2 * r * i * o * (3 if i != TAPS * HIDDEN else 2) for r, i, o in products)
+    operations += 4 * scored * HIDDEN * VOCABULARY
+    return {
+        "floor_milliseconds": round(seconds * 1e3, 1),
+        "floor_tflop": round(operations / 1e12, 1),
+        "floor_tflops": round(operations / seconds / 1e12),
+    }
+
+
+def peer() -> dict[str, Any]:
+    """speculators' DFlash step: fused cross-entropy, FlexAttention, compiled, weights in bfloat16, fused AdamW."""
+    import speculators.models.dflash.core as core
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
+
+    # Compiled on torch 2.11 it fails here: two Triton kernels share one list of configurations.
+    core.compute_metrics = torch.compiler.disable(core.compute_metrics)
+    layers = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD,
+        max_position_embeddings=262_144,
+        tie_word_embeddings=False,
+    )
+    layers._attn_implementation = "simple_flex_attention"
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layers,
+        draft_vocab_size=VOCABULARY,
+        block_size=BLOCK,
+        aux_hidden_state_layer_ids=[2, 17, 32, 47, 62],
+        mask_token_id=VOCABULARY - 1,
+    )
+    start = time.perf_counter()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = DFlashDraftModel(config)
+        for name, weight in model.named_parameters():
+            weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0.0, 0.02)
+    torch.set_default_dtype(torch.float32)
+    model = model.to(torch.bfloat16).train()
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    loss_config = resolve_loss_config("ce", "fused")
+    batch = {
+        "hidden_states": torch.randn(1, TOKENS, TAPS * HIDDEN, device="cuda", dtype=torch.bfloat16),
+        "input_ids": torch.randint(VOCABULARY, (1, TOKENS), device="cuda"),
+        "loss_mask": torch.ones(1, TOKENS, device="cuda", dtype=torch.long),
+        "verifier_last_hidden_states": torch.randn(1, TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16),
+        "document_ids": torch.zeros(1, TOKENS, device="cuda", dtype=torch.long),
+        "position_ids": torch.arange(TOKENS, device="cuda")[None],
+    }
+
+    def step() -> None:
+        _, loss, _ = model(**batch, loss_config=loss_config, gamma=7.0, max_anchors=ANCHORS)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    seconds = seconds_of(step)
+    return {
+        "peer_milliseconds": round(seconds * 1e3, 1),
+        "peer_anchors_per_s": round(ANCHORS / seconds),
+        "peer_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "peer_first_step_s": round(first, 1),
+    }
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "bfloat16": lambda: {"bfloat16": ours("bfloat16")},
+    "float32": lambda: {"float32": ours("float32")},
+    "floor": floor,
+    "peer": peer,
+}
+
+
+def main(out: Path, parts: list[str]) -> None:
+    """Run each part in a process of its own and write what they found."""
+    from foredraft.provenance import commit, versions
+
+    report: dict[str, Any] = {
+        "commit": os.environ.get("COMMIT") or commit(),
+        "hardware": torch.cuda.get_device_name(),
+        "versions": {**versions(), "triton": __import__("triton").__version__},
+        "shape": "Qwen3.6-27B's drafter, random weights",
+        "two_gpu_ratio": None,
+    }
+    for part in parts:
+        start = time.perf_counter()
+        result = out.with_suffix(f".{part}.json")
+        environment = {**os.environ, "PYTHONPATH": os.environ.get("PEER", "")}
+        done = subprocess.run([sys.executable, __file__, "--part", part, str(result)], env=environment)
+        if done.returncode == 0:
+            report |= json.loads(result.read_text(encoding="utf-8"))
+        print(part, f"exit code {done.returncode}, {time.perf_counter() - start:.0f} s", flush=True)
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--part":
+        Path(sys.argv[3]).write_text(json.dumps(PARTS[sys.argv[2]]()), encoding="utf-8")
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:] or list(PARTS))

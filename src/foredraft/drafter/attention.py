@@ -1,0 +1,186 @@
+"""What a slot may read, and how it is read: on a GPU by FlexAttention, elsewhere document by document, and in decoding.
+
+The one rule: query slot ``s`` of block ``n``, at position ``a_n + s`` of its document, reads
+
+* context position ``t`` of that document iff ``t < a_n``, and in a sliding layer ``a_n + s - t < window``;
+* slot ``r`` of its own block, and of no other, and in a sliding layer only ``r <= s`` within the window.
+
+A block therefore never depends on the target's features at or after its anchor, whatever other blocks there are. Every
+query reads itself, so no row of a mask is empty, and empty blocks stay finite.
+
+Shapes: ``B`` rows, ``H`` heads, ``G`` key-value heads, ``Q`` queries, ``T`` context tokens, ``d`` head size, ``N`` blocks,
+``S`` slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foredraft.drafter.blocks import Blocks
+
+FLEX_BLOCK = 128
+"""Queries and keys that FlexAttention handles together."""
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys (normed and rotated) and values of one layer, ``(B, G, T, d)``."""
+
+    keys: Tensor
+    values: Tensor
+
+
+Attention = Callable[[Tensor, KeysValues, KeysValues], Tensor]
+"""Of queries ``(B, H, Q, d)``, the context's and the blocks' own keys and values; gives ``(B, H, Q, d)``."""
+
+
+def training_attention(blocks: Blocks, bounds: list[int], window: int | None) -> Attention:
+    """The attention of all blocks of one row of documents, ``B = 1``, ``Q = N * S``.
+
+    Args:
+        bounds: where each document of the row begins, and where the last one ends.
+        window: of a sliding layer; None for a full layer.
+    """
+    if blocks.anchors.is_cuda:
+        return FlexAttention(blocks, bounds[-1], window)
+    return DocumentAttention(blocks, bounds, window)
+
+
+class DocumentAttention:
+    """Dense attention of one document after the other: the reference, and the fastest where nothing is fused."""
+
+    def __init__(self, blocks: Blocks, bounds: list[int], window: int | None):
+        self._size = blocks.block_size
+        self._parts: list[tuple[slice, slice, Tensor]] = []
+        last = 0
+        for start in bounds[:-1]:
+            own = (blocks.starts == start) & blocks.exists
+            count = int(own.sum())
+            if count:
+                first = int(own.nonzero()[0])
+                anchors = blocks.anchors[first : first + count]
+                length = int(anchors.max())
+                mask = dense_mask(anchors, self._size, length, window)
+                last = (first + count) * self._size
+                self._parts.append((slice(first * self._size, last), slice(start, start + length), mask))
+        self._empty = blocks.counted.numel() - last
+
+    def __call__(self, queries: Tensor, context: KeysValues, own: KeysValues) -> Tensor:  # noqa: D102
+        outputs = []
+        for slots, tokens, mask in self._parts:
+            keys = torch.cat([context.keys[:, :, tokens], own.keys[:, :, slots]], 2)
+            values = torch.cat([context.values[:, :, tokens], own.values[:, :, slots]], 2)
+            outputs.append(attend(queries[:, :, slots], keys, values, mask))
+        return torch.cat([*outputs, queries.new_zeros(*queries.shape[:2], self._empty, queries.shape[-1])], 2)
+
+
+class FlexAttention:
+    """Block-sparse attention of the whole row, compiled once for each shape."""
+
+    def __init__(self, blocks: Blocks, length: int, window: int | None):
+        flex, create_block_mask = _flex()
+        queries = blocks.counted.numel()
+        self._mask = create_block_mask(
+            readable(blocks, length, window), None, None, queries, length + queries, device=blocks.anchors.device
+        )
+        self._flex = flex
+
+    def __call__(self, queries: Tensor, context: KeysValues, own: KeysValues) -> Tensor:  # noqa: D102
+        keys = torch.cat([context.keys, own.keys], 2)
+        values = torch.cat([context.values, own.values], 2)
+        return self._flex(queries, keys, values, block_mask=self._mask, enable_gqa=True)
+
+
+class MaskedAttention:
+    """Dense attention by a mask ``(B, 1, Q, T + Q)``, as in decoding."""
+
+    def __init__(self, mask: Tensor):
+        self._mask = mask
+
+    def __call__(self, queries: Tensor, context: KeysValues, own: KeysValues) -> Tensor:  # noqa: D102
+        keys = torch.cat([context.keys, own.keys], 2)
+        values = torch.cat([context.values, own.values], 2)
+        return attend(queries, keys, values, self._mask)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Grouped-query attention."""
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def readable(blocks: Blocks, length: int, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The rule as FlexAttention asks it: of a query's and a key's number in the row, context first.
+
+    Args:
+        length: tokens of the context, padding included.
+    """
+    size, starts, anchors = blocks.block_size, blocks.starts, blocks.anchors
+
+    def rule(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, slot = query // size, query % size
+        anchor = anchors[block]
+        token, other = key - starts[block], key - length
+        context = (key < length) & (token >= 0) & (token < anchor)
+        own = (key >= length) & (other // size == block)
+        if window is not None:
+            context = context & (anchor + slot - token < window)
+            back = slot - other % size
+            own = own & (back >= 0) & (back < window)
+        return context | own
+
+    return rule
+
+
+def dense_mask(anchors: Tensor, size: int, length: int, window: int | None) -> Tensor:
+    """The rule for all blocks of one document over its first ``length`` tokens and over each other.
+
+    Args:
+        anchors: ``(N)`` positions in the document.
+
+    Returns:
+        ``(1, 1, N * S, length + N * S)`` bool, True where the query reads the key.
+    """
+    count = len(anchors)
+    queries = (anchors[:, None] + torch.arange(size)).flatten()
+    keys = torch.arange(length)
+    context = keys < anchors.repeat_interleave(size)[:, None]
+    block_of = torch.arange(count).repeat_interleave(size)
+    own = block_of[:, None] == block_of[None, :]
+    if window is not None:
+        context = context & (queries[:, None] - keys < window)
+        distance = queries[:, None] - queries[None, :]
+        own = own & (distance >= 0) & (distance < window)
+    return torch.cat([context, own], -1)[None, None]
+
+
+def decoding_mask(anchors: Tensor, size: int, positions: Tensor, valid: Tensor, window: int | None) -> Tensor:
+    """Mask of one block a row over cached context slots and over itself.
+
+    Args:
+        anchors: ``(B)`` position of each row's slot 0.
+        positions, valid: ``(B, T)`` position of each cached context slot, and whether it holds a committed token.
+        window: of a sliding layer; None for a full layer.
+
+    Returns:
+        ``(B, 1, S, T + S)`` bool.
+    """
+    queries = anchors[:, None] + torch.arange(size, device=anchors.device)  # (B, S)
+    context = (valid & (positions < anchors[:, None]))[:, None].expand(-1, size, -1)  # (B, S, T)
+    own = torch.ones(len(anchors), size, size, dtype=torch.bool, device=anchors.device)
+    if window is not None:
+        context = context & (queries[..., None] - positions[:, None] < window)
+        distance = queries[..., :, None] - queries[..., None, :]
+        own = own & (distance >= 0) & (distance < window)
+    return torch.cat([context, own], dim=-1)[:, None]
+
+
+@lru_cache(maxsize=1)
+def _flex() -> tuple[Any, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)

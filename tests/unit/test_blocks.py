@@ -9,6 +9,7 @@ from foredraft.drafter.attention import (
     DocumentAttention,
     KeysValues,
     MaskedAttention,
+    block_mask,
     decoding_mask,
     dense_mask,
     readable,
@@ -136,6 +137,32 @@ def test_attention_by_document_equals_attention_of_the_whole_row(window: int | N
     assert bool((parts[:, :, 5 * SIZE :] == 0).all())
     gradients = [torch.autograd.grad(out[:, :, real].square().sum(), q)[0] for out in (parts, whole)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("size", [16, 10])
+def test_the_tiles_of_a_row_are_those_of_the_rule(window: int | None, size: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    torch.manual_seed(0)
+    lengths = [130, 300, 9, 700]
+    masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
+    anchors = [torch.randperm(n - 1)[:count].sort().values for n, count in zip(lengths, (6, 9, 1, 40), strict=True)]
+    blocks = build_blocks(anchors, masks, size, count=59)
+    length, queries = 1152, 59 * size
+    mine = block_mask(blocks, length, window)
+    asked = create_block_mask(
+        readable(blocks, length, window), None, None, queries, length + queries, device="cpu", BLOCK_SIZE=128
+    )
+    assert mine.seq_lengths == asked.seq_lengths
+
+    def tiles(numbers: torch.Tensor, indices: torch.Tensor) -> list[set[int]]:
+        return [set(row[:count].tolist()) for count, row in zip(numbers[0, 0].tolist(), indices[0, 0], strict=True)]
+
+    full = tiles(asked.full_kv_num_blocks, asked.full_kv_indices)
+    assert tiles(mine.full_kv_num_blocks, mine.full_kv_indices) == full
+    assert tiles(mine.kv_num_blocks, mine.kv_indices) == tiles(asked.kv_num_blocks, asked.kv_indices)
+    assert any(full) == (window is None)
 
 
 @pytest.mark.parametrize("window", [None, 3, 6])

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from foredraft.drafter.blocks import Blocks
 
-FLEX_BLOCK = 128
-"""Queries and keys that FlexAttention handles together."""
+TILE = 128
+"""Queries, and keys, that FlexAttention handles together."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,54 @@ class FlexAttention:
     """Block-sparse attention of the whole row, compiled once for each shape."""
 
     def __init__(self, blocks: Blocks, length: int, window: int | None):
-        flex, create_block_mask = _flex()
-        queries = blocks.counted.numel()
-        self._mask = create_block_mask(
-            readable(blocks, length, window), None, None, queries, length + queries, device=blocks.anchors.device
-        )
-        self._flex = flex
+        self._padding = -length % TILE
+        self._mask = block_mask(blocks, length + self._padding, window)
 
     def __call__(self, queries: Tensor, context: KeysValues, own: KeysValues) -> Tensor:  # noqa: D102
-        keys = torch.cat([context.keys, own.keys], 2)
-        values = torch.cat([context.values, own.values], 2)
-        return self._flex(queries, keys, values, block_mask=self._mask, enable_gqa=True)
+        pad = (0, 0, 0, self._padding)
+        keys = torch.cat([F.pad(context.keys, pad), own.keys], 2)
+        values = torch.cat([F.pad(context.values, pad), own.values], 2)
+        return compiled_flex_attention()(queries, keys, values, block_mask=self._mask, enable_gqa=True)
+
+
+def block_mask(blocks: Blocks, length: int, window: int | None) -> Any:
+    """The rule as FlexAttention wants it: which tiles of queries and keys hold something to read, and which hold all.
+
+    A query reads one interval of the row, and of the tiles of the blocks' own keys the one it stands in, so this is a few
+    small tensors; asking the rule of every pair, as ``create_block_mask`` does, is not.
+
+    Args:
+        length: tokens of the context, a multiple of :data:`TILE`.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    device, size = blocks.anchors.device, blocks.block_size
+    ends = (blocks.starts + blocks.anchors).repeat_interleave(size)  # (Q)
+    begins = blocks.starts.repeat_interleave(size)
+    if window is not None:
+        begins = torch.maximum(begins, (blocks.starts[:, None] + blocks.positions).flatten() - window + 1)
+    missing = -len(ends) % TILE  # queries of the last tile that do not exist read nothing and hinder nothing
+    first = torch.arange(0, length, TILE, device=device)  # (tiles of the context)
+    some = F.pad(
+        (begins[:, None] < first + TILE) & (ends[:, None] > first) & (begins < ends)[:, None], (0, 0, 0, missing)
+    )
+    every = F.pad((begins[:, None] <= first) & (ends[:, None] >= first + TILE), (0, 0, 0, missing), value=True)
+    some, every = some.unflatten(0, (-1, TILE)).any(1), every.unflatten(0, (-1, TILE)).all(1)
+    own = torch.eye(len(some), dtype=torch.bool, device=device)
+    partial, full = torch.cat([some & ~every, own], 1), torch.cat([every, torch.zeros_like(own)], 1)
+    return BlockMask.from_kv_blocks(
+        *_numbered(partial),
+        *_numbered(full),
+        BLOCK_SIZE=TILE,
+        mask_mod=readable(blocks, length, window),
+        seq_lengths=(len(ends), length + len(ends)),
+    )
+
+
+def _numbered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of each row are set, and the numbers of these, first: ``(1, 1, rows)`` and ``(1, 1, rows, columns)``."""
+    order = tiles.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 class MaskedAttention:
@@ -180,7 +217,8 @@ def decoding_mask(anchors: Tensor, size: int, positions: Tensor, valid: Tensor, 
 
 
 @lru_cache(maxsize=1)
-def _flex() -> tuple[Any, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def compiled_flex_attention() -> Any:
+    """FlexAttention is nothing without being compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False)

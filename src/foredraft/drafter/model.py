@@ -36,9 +36,9 @@ class Drafter(nn.Module):
             target_hidden: ``(B, T, L, D)``.
             positions: ``(B, T)``.
         """
-        context = self.hidden_norm(self.fc(target_hidden.flatten(2)))  # (B, T, D)
+        context = self.hidden_norm(linear(target_hidden.flatten(2), self.fc.weight))  # (B, T, D)
         rotation = rotary(positions, self.shape.choice.head_dim, self.shape.rope_theta)
-        return [layer.self_attn.read_context(context, rotation) for layer in self.layers]  # type: ignore[union-attr,operator]
+        return [layer.read_context(context, rotation) for layer in self.layers]  # type: ignore[union-attr,operator]
 
     def forward(
         self, embeddings: Tensor, positions: Tensor, context: list[KeysValues], attention: dict[str, Attention]
@@ -59,6 +59,13 @@ class Drafter(nn.Module):
             hidden = layer(hidden, rotation, kept, attention[kind])
         return self.norm(hidden)
 
+    def compile_layers(self) -> None:
+        """Compile what stands before and behind attention, forward and backward, for the few shapes that training has."""
+        torch._dynamo.config.recompile_limit = 32
+        for layer in self.layers:
+            for name in ("read_context", "project", "finish"):
+                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
+
 
 class DrafterLayer(nn.Module):
     """Pre-norm decoder layer whose attention reads the context beside the block."""
@@ -73,35 +80,48 @@ class DrafterLayer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: KeysValues, attention: Attention
     ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, attention)
+        queries, own = self.project(hidden, rotation)
+        return self.finish(hidden, attention(queries, context, own))
+
+    def read_context(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
+        """Keys and values of the context ``(B, T, D)``."""
+        return self.self_attn.keys_values(context, rotation)
+
+    def project(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
+        """What attention is over: queries ``(B, H, Q, d)``, and the block's own keys and values."""
+        return self.self_attn.queries_keys_values(self.input_layernorm(hidden), rotation)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """All that comes after attention ``(B, H, Q, d)``."""
+        hidden = hidden + linear(attended.transpose(1, 2).flatten(2), self.self_attn.o_proj.weight)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class ContextAttention(nn.Module):
-    """Grouped-query attention of block slots over context and block, with RMS-normed queries and keys."""
+    """Projections of grouped-query attention over context and block, with RMS-normed queries and keys."""
 
     def __init__(self, shape: DrafterShape):
         super().__init__()
         choice = shape.choice
         self.head_dim = choice.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, choice.num_heads * choice.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, choice.num_kv_heads * choice.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, choice.num_kv_heads * choice.head_dim, bias=False)
-        self.o_proj = nn.Linear(choice.num_heads * choice.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = RotaryNorm(choice.head_dim, shape.rms_norm_eps)
-        self.k_norm = RotaryNorm(choice.head_dim, shape.rms_norm_eps)
+        wide, narrow = choice.num_heads * choice.head_dim, choice.num_kv_heads * choice.head_dim
+        self.sizes = [wide, narrow, narrow]
+        self.qkv = nn.Parameter(torch.empty(wide + 2 * narrow, shape.hidden_size))
+        self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(choice.head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(choice.head_dim, shape.rms_norm_eps)
+        show_apart(self, "qkv", dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True)))
 
-    def read_context(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
-        """Keys and values of the context ``(B, T, D)``."""
-        keys = self.k_norm(self._heads(self.k_proj(context)), rotation)
-        return KeysValues(keys, self._heads(self.v_proj(context)))
+    def queries_keys_values(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
+        """Of the block's slots ``(B, Q, D)``."""
+        queries, keys, values = (self._heads(part) for part in linear(hidden, self.qkv).split(self.sizes, -1))
+        return rotate(self.q_norm(queries), rotation), KeysValues(rotate(self.k_norm(keys), rotation), values)
 
-    def forward(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: KeysValues, attention: Attention
-    ) -> Tensor:
-        queries = self.q_norm(self._heads(self.q_proj(hidden)), rotation)  # (B, H, Q, d)
-        out = attention(queries, context, self.read_context(hidden, rotation))
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+    def keys_values(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
+        """Of the context ``(B, T, D)``."""
+        both = linear(context, self.qkv[self.sizes[0] :]).split(self.sizes[1:], -1)
+        keys, values = (self._heads(part) for part in both)
+        return KeysValues(rotate(self.k_norm(keys), rotation), values)
 
     def _heads(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -112,20 +132,34 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden_size: int, ffn_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(2 * ffn_size, hidden_size))
         self.down_proj = nn.Linear(ffn_size, hidden_size, bias=False)
-        self.gate = SiluGate()
+        show_apart(self, "gate_up", {"gate_proj": ffn_size, "up_proj": ffn_size})
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.gate(self.gate_proj(hidden), self.up_proj(hidden)))
+        gate, up = linear(hidden, self.gate_up).chunk(2, -1)
+        return linear(F.silu(gate) * up, self.down_proj.weight)
 
 
-class SiluGate(nn.Module):
-    """SiLU of the first times the second."""
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in the type of ``x``, whatever the type in which the weight is kept."""
+    return F.linear(x, weight.to(x.dtype))
 
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
+
+def show_apart(module: nn.Module, merged: str, parts: dict[str, int]) -> None:
+    """Let a parameter that is several layers' weights, one below the other, be those layers in the state dict."""
+
+    def split(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: object) -> None:
+        weights = state.pop(prefix + merged).split(list(parts.values()))
+        state.update({f"{prefix}{name}.weight": weight for name, weight in zip(parts, weights, strict=True)})
+
+    def join(_module: nn.Module, state: dict[str, Tensor], prefix: str, *_rest: object) -> None:
+        names = [f"{prefix}{name}.weight" for name in parts]
+        if all(name in state for name in names):
+            state[prefix + merged] = torch.cat([state.pop(name) for name in names])
+
+    module.register_state_dict_post_hook(split)
+    module.register_load_state_dict_pre_hook(join)
 
 
 class RMSNorm(nn.Module):
@@ -140,21 +174,6 @@ class RMSNorm(nn.Module):
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight.to(hidden.dtype) * wide.to(hidden.dtype)
-
-
-class RotaryNorm(RMSNorm):
-    """Norm of each head of ``(B, H, T, d)``, then its rotation."""
-
-    def forward(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
-        return rotate(super().forward(heads), rotation)
-
-
-def compile_pointwise(drafter: Drafter) -> None:
-    """Compile what stands between the matrix products, forward and backward, for the few shapes that training has."""
-    torch._dynamo.config.recompile_limit = 64
-    for module in drafter.modules():
-        if isinstance(module, RMSNorm | SiluGate):
-            module.compile(dynamic=False)
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

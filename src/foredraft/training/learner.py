@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.drafter.model import Drafter, compile_pointwise
+from foredraft.drafter.model import Drafter
 from foredraft.training.config import TrainConfig
 from foredraft.training.data import Row
 from foredraft.training.objective import Head, Outcome, run_row
@@ -40,7 +40,7 @@ class Learner:
         self.head, self.mask = head.to(device, self.dtype), mask.to(device, self.dtype)
         self.optimizer = build_optimizer(self.drafter, config)
         if device.type == "cuda":
-            compile_pointwise(self.drafter)
+            self.drafter.compile_layers()
 
     def learn(self, rows: Iterable[Row], rate: float) -> Step:
         """Change the weights by the mean gradient over ``rows``, unless it, or the loss, is not finite."""
@@ -66,9 +66,7 @@ class Learner:
 
     def run(self, row: Row, head: Head) -> Outcome:
         """One forward pass."""
-        mixed = self.config.weights_dtype != self.config.compute_dtype
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=mixed):
-            return run_row(self.drafter, row, self.mask, head, self.config.loss)
+        return run_row(self.drafter, row, self.mask, head, self.config.loss)
 
 
 SUMS = ("loss", "weight", "accepted", "blocks")

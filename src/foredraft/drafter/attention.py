@@ -96,8 +96,8 @@ class FlexAttention:
 def block_mask(blocks: Blocks, length: int, window: int | None) -> Any:
     """The rule as FlexAttention wants it: which tiles of queries and keys hold something to read, and which hold all.
 
-    A query reads one interval of the row, and of the tiles of the blocks' own keys the one it stands in, so this is a few
-    small tensors; asking the rule of every pair, as ``create_block_mask`` does, is not.
+    A query reads one interval of the row, and of the blocks' own keys those about its own place, so this is a few small
+    tensors; asking the rule of every pair, as ``create_block_mask`` does, is not.
 
     Args:
         length: tokens of the context, a multiple of :data:`TILE`.
@@ -117,6 +117,8 @@ def block_mask(blocks: Blocks, length: int, window: int | None) -> Any:
     every = F.pad((begins[:, None] <= first) & (ends[:, None] >= first + TILE), (0, 0, 0, missing), value=True)
     some, every = some.unflatten(0, (-1, TILE)).any(1), every.unflatten(0, (-1, TILE)).all(1)
     own = torch.eye(len(some), dtype=torch.bool, device=device)
+    straddled = torch.arange(TILE, len(some) * TILE, TILE, device=device) % size != 0  # a block lies across the border
+    own |= straddled.diag(-1) if window is not None else straddled.diag(-1) | straddled.diag(1)
     partial, full = torch.cat([some & ~every, own], 1), torch.cat([every, torch.zeros_like(own)], 1)
     return BlockMask.from_kv_blocks(
         *_numbered(partial),

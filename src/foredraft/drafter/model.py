@@ -38,7 +38,7 @@ class Drafter(nn.Module):
         """
         context = self.hidden_norm(linear(target_hidden.flatten(2), self.fc.weight))  # (B, T, D)
         rotation = rotary(positions, self.shape.choice.head_dim, self.shape.rope_theta)
-        return [layer.read_context(context, rotation) for layer in self.layers]  # type: ignore[union-attr,operator]
+        return [layer.read_context(context, rotation) for layer in self.layers]  # type: ignore[operator]
 
     def forward(
         self, embeddings: Tensor, positions: Tensor, context: list[KeysValues], attention: dict[str, Attention]

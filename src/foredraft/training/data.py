@@ -57,7 +57,7 @@ class Row:
         """The same on ``device``, copied beside the work that goes on there."""
         if device.type == "cpu":
             return self
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.pin_memory().to(device, non_blocking=True)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)

@@ -95,6 +95,9 @@ bench-data: .peers/specforge/complete  ## rows/s, tokens/s and memory of curate 
 bench-extract: venv  ## tokens/s of extract on this machine beside a plain loop (after make repro); GPUs: see the script
 	$(BIN)/python -m bench.extract
 
+bench-train: venv  ## anchors/s of training on this machine beside the first version (after make repro); GPUs: see the script
+	$(BIN)/python -m bench.train
+
 lock:  ## resolve pyproject.toml anew into requirements.lock
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
@@ -106,4 +109,4 @@ lock:  ## resolve pyproject.toml anew into requirements.lock
 gc-scratch: ## delete unfinished and finished work kept for resuming (not the artefacts)
 	rm -rf "$(FOREDRAFT_SCRATCH)"
 
-.PHONY: help venv repro table test check format sources profile inspect experiments accept push pull peers bench-data bench-extract lock gc-scratch
+.PHONY: help venv repro table test check format sources profile inspect experiments accept push pull peers bench-data bench-extract bench-train lock gc-scratch

@@ -75,7 +75,7 @@ class DocumentAttention:
         for slots, tokens, mask in self._parts:
             keys = torch.cat([context.keys[:, :, tokens], own.keys[:, :, slots]], 2)
             values = torch.cat([context.values[:, :, tokens], own.values[:, :, slots]], 2)
-            outputs.append(attend(queries[:, :, slots], keys, values, mask))
+            outputs.append(attend_small(queries[:, :, slots], keys, values, mask))
         return torch.cat([*outputs, queries.new_zeros(*queries.shape[:2], self._empty, queries.shape[-1])], 2)
 
 
@@ -150,6 +150,15 @@ class MaskedAttention:
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Grouped-query attention."""
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def attend_small(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The same by plain products: of few queries and keys, PyTorch's own on a CPU takes several times as long backwards."""
+    shared, (count, size) = queries.shape[1] // keys.shape[1], queries.shape[2:]
+    grouped = queries.unflatten(1, (-1, shared)).flatten(2, 3)  # (B, G, H / G * Q, d)
+    scores = (grouped @ keys.mT).float().unflatten(2, (shared, count)) * size**-0.5
+    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1).to(values.dtype)
+    return (weights.flatten(2, 3) @ values).unflatten(2, (shared, count)).flatten(1, 2)
 
 
 def readable(blocks: Blocks, length: int, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -121,7 +121,8 @@ def row_functions(device: torch.device) -> Any:
 
 def normaliser_and_best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log of the sum of exponentials of each row of ``(M, V)``, in float32, and the place of its largest."""
-    return logits.float().logsumexp(-1), logits.argmax(-1)
+    wide = logits.float()
+    return wide.logsumexp(-1), wide.argmax(-1)
 
 
 def scale_softmax(logits: Tensor, normaliser: Tensor, share: Tensor) -> None:

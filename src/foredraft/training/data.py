@@ -107,8 +107,10 @@ class FeatureData:
         """
         shard, row = self._where[index]
         document = self.shards[shard].document(row)
-        states = document.target_hidden
-        if not bool(states.isfinite().all()) or not bool(states.any(dim=-1).all()):
+        largest = torch.linalg.vector_norm(
+            document.target_hidden, torch.inf, dim=-1
+        )  # of each token and tap, in one pass
+        if not bool((largest > 0).all() & largest.isfinite().all()):
             raise ArtifactError(
                 self.shards[shard].path, f"document {row} has zero or non-finite states", "rerun extract"
             )

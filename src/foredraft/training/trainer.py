@@ -59,10 +59,8 @@ class Trainer:
         learner, config = self.learner, self.config
         progressed = load_checkpoint(scratch.path, learner.drafter, learner.optimizer)
         steps = self.plan[progressed.step :]
-        rows = ahead(
-            (partial(self.train_data.row, documents, self.sizes, seed) for s in steps for seed, documents in s),
-            learner.device,
-        )
+        made = (partial(self.train_data.row, documents, self.sizes, seed) for step in steps for seed, documents in step)
+        rows = ahead(made, learner.device)
         with Progress("train", len(self.plan), "steps", done=progressed.step) as progress:
             for step in steps:
                 started = time.perf_counter()
@@ -80,6 +78,10 @@ class Trainer:
                     save_checkpoint(scratch.path, learner.drafter, learner.optimizer, progressed)
                 progress.advance(1, note=f"loss {record['loss']:.3f}")
         return progressed
+
+    def rows_of(self, step: int) -> list[Row]:
+        """The rows of a step of the plan."""
+        return [self.train_data.row(documents, self.sizes, seed) for seed, documents in self.plan[step]]
 
     def step(self, progressed: Progressed, rows: list[Row]) -> dict[str, Any]:
         """One optimiser step; its record for the curve.

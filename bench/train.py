@@ -1,0 +1,123 @@
+"""Anchors a second of training on this machine, beside the first version of this pipeline on the same features.
+
+usage: make bench-train     (after make repro, whose data/features and data/target it reads; for GPUs: bench/train_gpu.py)
+
+Both sides are processes of their own, take turns of a few steps each, and read the default drafter's params; the first
+version comes out of git. Time includes reading the documents and drawing their anchors.
+"""
+
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FIRST = "6219a51"
+"""The commit at which the pipeline first ran as a whole."""
+ROUNDS, STEPS, WARM_UP = 6, 15, 10
+OUT = ROOT / "bench/results/train-cpu.json"
+
+
+def main() -> None:
+    """Measure, print and write."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from foredraft.artifacts import write_json
+    from foredraft.provenance import commit, versions
+
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", FIRST, "src"], cwd=ROOT, check=True, capture_output=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as first:
+            first.extractall(folder, filter="data")
+        sides = {"first version": Side(Path(folder) / "src"), "now": Side(ROOT / "src")}
+        for side in sides.values():
+            side.run(WARM_UP)
+        turns = [{name: side.run(STEPS) for name, side in sides.items()} for _ in range(ROUNDS)]
+    rates = {name: sum(t[name][0] for t in turns) / sum(t[name][1] for t in turns) for name in sides}
+    by_round = [t["now"][0] / t["now"][1] / (t["first version"][0] / t["first version"][1]) for t in turns]
+    report = {
+        "anchors_per_s": round(rates["now"]),
+        "first_version_anchors_per_s": round(rates["first version"]),
+        "ratio": round(rates["now"] / rates["first version"], 2),
+        "ratio_by_round": [round(ratio, 2) for ratio in by_round],
+        "first_version": FIRST,
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    }
+    write_json(OUT, report)
+    table = Table("", "anchors/s")
+    for name, rate in rates.items():
+        table.add_row(name, f"{rate:,.0f}")
+    Console().print(table)
+    Console().print(f"{report['ratio']} times (by round: {report['ratio_by_round']})", highlight=False)
+
+
+class Side:
+    """A process that trains by the source tree ``src``, some steps at a time."""
+
+    def __init__(self, src: Path):
+        environment = {**os.environ, "PYTHONPATH": str(src)}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--side"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, steps: int) -> tuple[int, float]:
+        """Anchors and seconds of the next ``steps``."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found = json.loads(line)
+                return found["anchors"], found["seconds"]
+        raise SystemExit("a side of the bench ended early")
+
+
+def side() -> None:
+    """Make a trainer of whichever version is on the path, and run as many steps as each line of input says."""
+    from foredraft.drafter.config import DrafterShape
+    from foredraft.params import read_params
+    from foredraft.target.interface import read_interface
+    from foredraft.training.checkpoint import Progressed
+    from foredraft.training.config import TrainConfig
+    from foredraft.training.trainer import Trainer
+
+    params = read_params(Path("params.yaml"))
+    chosen: dict[str, Any] = params["train"]
+    first = "anchors_per_step" in TrainConfig.model_fields
+    if first:
+        loss = chosen["loss"]
+        kept = {name: loss[name] for name in ("labels", "weights", "gamma", "alpha")}
+        chosen = {name: value for name, value in chosen.items() if name in TrainConfig.model_fields}
+        chosen |= {"loss": kept | {"soft": loss["kl"]}, "anchors_per_step": params["train"]["anchors_per_row"]}
+    shape = DrafterShape.model_validate_json(Path("data/drafter/shape.json").read_text(encoding="utf-8"))
+    folders = {source: Path("data/features") / source for source in sorted(params["sources"])}
+    trainer = Trainer(
+        TrainConfig.model_validate_json(json.dumps(chosen)), shape, read_interface(Path("data/target")), folders
+    )
+    progressed = Progressed()
+    for line in sys.stdin:
+        start, anchors = time.perf_counter(), 0
+        for _ in range(int(line)):
+            arguments = [] if first else [trainer.rows_of(progressed.step)]
+            anchors += trainer.step(progressed, *arguments)["anchors"]
+            progressed.step += 1
+        print(json.dumps({"anchors": anchors, "seconds": time.perf_counter() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    side() if "--side" in sys.argv else main()

@@ -22,10 +22,10 @@ from foredraft.benchmarks.build import read_benchmarks
 from foredraft.chat.render import Renderer
 from foredraft.export.config import ExportConfig
 from foredraft.export.export import export
-from foredraft.export.zlab import read_zlab
 from foredraft.features.config import ExtractConfig
 from foredraft.features.engine import extract
 from foredraft.imports import ROOT
+from foredraft.layouts.zlab import read_zlab
 from foredraft.params import load_section, read_params
 from foredraft.provenance import commit, versions
 from foredraft.sources.config import FetchConfig

@@ -20,7 +20,7 @@ LIGHT_STAGES = ["fetch", "benchmarks", "curate"]
 MODULES = sorted(path for path in (ROOT / "src").rglob("*.py"))
 # From the ground up: a folder imports from those before it, and from itself.
 LAYERS = [
-    "imports params accounts workers",
+    "imports params accounts workers devices loops",
     "artifacts",
     "scratch provenance",
     "command progress launch",
@@ -33,6 +33,7 @@ LAYERS = [
     "tokens",
     "features",
     "drafter",
+    "layouts",
     "training export",
     "speculation",
     "plan",

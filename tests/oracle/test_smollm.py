@@ -14,10 +14,10 @@ from foredraft.benchmarks.build import read_benchmarks
 from foredraft.chat.render import Renderer
 from foredraft.drafter.attention import MaskedAttention, decoding_mask
 from foredraft.drafter.model import Drafter, initialise_random
-from foredraft.export.zlab import read_zlab
 from foredraft.features.batching import plan_shards
 from foredraft.features.checks import distances, truth_check
 from foredraft.features.reading import Reader
+from foredraft.layouts.zlab import read_zlab
 from foredraft.speculation.chain import decode
 from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import ReplaySession, SlotSession

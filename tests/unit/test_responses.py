@@ -13,11 +13,12 @@ from foredraft.accounts import Account
 from foredraft.artifacts import MANIFEST, Manifest, publish
 from foredraft.chat.render import Renderer
 from foredraft.conversations.schema import Conversation, to_record, write_records
+from foredraft.loops import periodic_tail
 from foredraft.responses.config import RespondConfig
 from foredraft.responses.dialogue import Answer, Dialogue, Outcome, places_to_answer
 from foredraft.responses.log import AnswerLog
 from foredraft.responses.respond import Judge, _answered, even_batches, respond
-from foredraft.responses.rules import faults_of, periodic_tail
+from foredraft.responses.rules import faults_of
 from foredraft.responses.schema import Response, open_responses, read_responses
 from foredraft.sources.config import FetchConfig
 from foredraft.target.config import TargetConfig
@@ -342,7 +343,7 @@ def test_faults_are_told_by_name(text: str, finish_reason: str, opened: bool, fa
     ],
 )
 def test_a_tail_that_repeats_itself_is_measured(ids: list[int], length: int) -> None:
-    assert periodic_tail(ids) == length
+    assert periodic_tail(ids)[0] == length
     assert ("looping" in faults_of("x", ids, "stop", False, 6)) == (length >= 6)
 
 

@@ -1,13 +1,18 @@
 import math
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from foredraft.artifacts import ArtifactError
 from foredraft.drafter.config import DrafterConfig, LossConfig
 from foredraft.drafter.loss import slot_losses
+from foredraft.layouts.zlab import write_zlab
 from foredraft.scratch import Scratch
 from foredraft.speculation.chain import decode
 from foredraft.speculation.proposers import DFlashProposer
@@ -17,9 +22,10 @@ from foredraft.target.generate import greedy_answers
 from foredraft.target.interface import Interface
 from foredraft.training.checkpoint import Progressed, checkpoints
 from foredraft.training.config import TrainConfig
-from foredraft.training.data import FeatureData, Row, RowSizes, pack
+from foredraft.training.data import FeatureData, Row, RowSizes, pack, repeated
 from foredraft.training.objective import Head, run_row
 from foredraft.training.optim import learning_rate
+from foredraft.training.replay import main as replay
 from foredraft.training.trainer import Trainer
 from tests.builders import make_features, make_interface, tiny_frozen
 from tests.conftest import TAPS, TINY_CHOICE, tiny_drafter, tiny_hybrid, tiny_shape
@@ -35,6 +41,7 @@ def config(**changes: Any) -> TrainConfig:
         "start": "random",
         "head_rows": "occurring",
         "loss": LOSS,
+        "periodic_tails": 1.0,
         "lr": 5e-3,
         "schedule": "cosine",
         "warmup": 0.1,
@@ -69,10 +76,10 @@ class Stopping(Trainer):
         super().__init__(*arguments)
         self.at = at
 
-    def step(self, progressed: Progressed, rows: list[Row]) -> dict[str, Any]:
+    def step(self, progressed: Progressed, rows: list[Row], scratch: Scratch | None = None) -> dict[str, Any]:
         if progressed.step == self.at:
             raise KeyboardInterrupt
-        return super().step(progressed, rows)
+        return super().step(progressed, rows, scratch)
 
 
 def all_blocks(embeddings: torch.Tensor, tokens: int = 0) -> RowSizes:
@@ -200,13 +207,109 @@ def test_a_mask_token_that_means_something_is_refused(world: Any, mask: int, mes
 def test_non_finite_steps_are_skipped_then_stop_the_run_by_document(world: Any, tmp_path: Path) -> None:
     _, interface, folders = world
     trainer = Trainer(config(), tiny_shape(), interface, folders)
-    trainer.learner.mask.fill_(float("nan"))
+    trainer.learner.mask = torch.full_like(trainer.learner.mask, float("nan"))
     before = {name: tensor.clone() for name, tensor in trainer.learner.drafter.state_dict().items()}
     with pytest.raises(
-        ValueError, match=r"step 1: loss nan.*2 steps skipped; documents code/train-0000\d.safetensors#\d"
+        ValueError,
+        match=r"step 2: loss nan.*first in fc.weight; 2 steps skipped; documents code/train-00",
     ):
         trainer.run(Scratch(tmp_path))
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.learner.drafter.state_dict().items())
+
+
+def test_a_skipped_step_can_be_run_again(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, interface, folders = world
+    trainer = Trainer(config(), tiny_shape(), interface, folders)
+    (row,) = trainer.rows_of(0)
+    row.target_hidden[3, 1, 2] = float("inf")
+    trainer.step(Progressed(), [row], Scratch(tmp_path))
+    monkeypatch.setattr("foredraft.training.replay.read_interface", lambda _folder: interface)
+    result = CliRunner().invoke(replay, [str(tmp_path / "not-finite-00000001")], catch_exceptions=False)
+    assert result.output.startswith(f"row 0: {', '.join(row.names)}")
+    assert f"states: 1 of {row.target_hidden.numel()} not finite; embeddings: finite" in result.output
+    assert "gradient of fc.weight:" in result.output
+
+
+def test_sigterm_keeps_what_is_done(world: Any, tmp_path: Path) -> None:
+    _, interface, folders = world
+    expected = curve_of(Trainer(config(), tiny_shape(), interface, folders), tmp_path / "whole")
+
+    class Told(Trainer):
+        def step(self, progressed: Progressed, rows: list[Row], scratch: Scratch | None = None) -> dict[str, Any]:
+            if progressed.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(progressed, rows, scratch)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match=rf"told to stop at step 5 of {len(expected)}, which is kept: run it again"):
+        curve_of(Told(config(), tiny_shape(), interface, folders), tmp_path / "cut")
+    assert signal.getsignal(signal.SIGTERM) is before
+    resumed = Trainer(config(), tiny_shape(), interface, folders)
+    assert curve_of(resumed, tmp_path / "cut") == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_token_id": 101}, "mask_token_id = 100, this run has 101"),
+        ({"block_size": 8}, "block_size = 4, this run has 8"),
+        ({"target_layer_ids": [0, 1]}, r"target_layer_ids = \[0, 2\], this run has \[0, 1\]"),
+        ({"data": {"code": "b"}}, "data = {'code': 'a'}, this run has {'code': 'b'}"),
+        ({"target": "hf:b/b@2"}, "target = 'hf:a/a@1', this run has 'hf:b/b@2'"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    world: Any, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    _, interface, folders = world
+    identity = {
+        "mask_token_id": 100,
+        "block_size": 4,
+        "target_layer_ids": [0, 2],
+        "target": "hf:a/a@1",
+        "data": {"code": "a"},
+    }
+    with pytest.raises(KeyboardInterrupt):
+        curve_of(Stopping(config(), tiny_shape(), interface, folders, identity, at=7), tmp_path / "cut")
+    with pytest.raises(ValueError, match=message):
+        Trainer(config(), tiny_shape(), interface, folders, identity | change).run(Scratch(tmp_path / "cut"))
+
+
+def test_a_warm_start_takes_a_published_drafter_of_the_same_shape(world: Any, tmp_path: Path) -> None:
+    _, interface, folders = world
+    published = tiny_drafter(seed=5)
+    write_zlab(tmp_path / "z", published.shape, published.state_dict(), {"format": "pt"})
+    start = config(start=str(tmp_path / "z"))
+    state = Trainer(start, tiny_shape(), interface, folders).learner.drafter.state_dict()
+    for name, tensor in published.state_dict().items():
+        assert torch.equal(state[name], tensor.bfloat16().float())
+    with pytest.raises(ValueError, match=r"train.start = .*z: its ffn_size is 32, this run's 24"):
+        Trainer(start, tiny_shape(ffn_size=24), interface, folders)
+
+
+def test_repeated_tails_are_weighed_or_cut(world: Any) -> None:
+    target, _, folders = world
+    data = FeatureData(folders, "train")
+    document = data.document(0)
+    looping = replace(document, input_ids=torch.cat([document.input_ids[:-6], torch.tensor([9, 8, 9, 8, 9, 8])]))
+    assert repeated(document).sum() == 0
+    assert repeated(looping).nonzero()[:, 0].tolist() == list(
+        range(len(document.input_ids) - 4, len(document.input_ids))
+    )
+    data.document = lambda _index: looping  # type: ignore[method-assign]
+    rows = {
+        weight: data.row([0], RowSizes(0, 10_000, 4, target.embeddings.weight, weight), 0) for weight in (1.0, 0.5, 0.0)
+    }
+    assert rows[1.0].worth.unique().tolist() == [1.0] and rows[0.5].worth.unique().tolist() == [0.5, 1.0]
+    assert rows[0.5].count == rows[1.0].count and rows[0.0].count < rows[1.0].count
+    end = len(document.input_ids) - 4
+    places = (rows[0.0].blocks.positions + 0)[rows[0.0].blocks.counted]
+    assert int(places.max()) == end - 1
+    outcomes = {
+        weight: run_row(tiny_drafter(), row, target.embeddings.weight[5], Head.build(target.head.weight), LOSS)
+        for weight, row in rows.items()
+    }
+    assert outcomes[0.0].weight < outcomes[0.5].weight < outcomes[1.0].weight
 
 
 def test_zero_states_are_refused_by_shard_and_document(world: Any, tmp_path: Path) -> None:

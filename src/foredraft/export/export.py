@@ -11,7 +11,7 @@ from foredraft.drafter.config import DrafterShape
 from foredraft.export.config import ExportConfig
 from foredraft.export.speculators import write_speculators
 from foredraft.export.transformers import write_transformers
-from foredraft.export.zlab import read_zlab, write_zlab
+from foredraft.layouts.zlab import read_zlab, write_zlab
 from foredraft.target.interface import read_interface
 
 KEPT = ("target", "target_digest", "target_layer_ids", "layer_id_convention", "block_size", "mask_token_id", "thinking")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.drafter.config import DrafterShape
-from foredraft.export.zlab import WEIGHTS, as_stored, qwen3_fields, write_config
+from foredraft.layouts.zlab import WEIGHTS, as_stored, qwen3_fields, write_config
 from foredraft.target.interface import Interface
 
 FORMAT_VERSION = "0.9.0"

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.drafter.config import DrafterShape
-from foredraft.export.zlab import WEIGHTS, as_stored, write_config
+from foredraft.layouts.zlab import WEIGHTS, as_stored, write_config
 
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 

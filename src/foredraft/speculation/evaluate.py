@@ -14,7 +14,7 @@ from foredraft.benchmarks.build import read_benchmarks
 from foredraft.chat.render import Renderer, UnrenderablePrompt
 from foredraft.conversations.schema import Conversation
 from foredraft.drafter.model import Drafter, initialise_random
-from foredraft.export.zlab import read_zlab
+from foredraft.layouts.zlab import read_zlab
 from foredraft.progress import Progress
 from foredraft.provenance import commit
 from foredraft.sources.config import FetchConfig

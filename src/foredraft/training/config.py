@@ -12,11 +12,14 @@ class TrainConfig(Config):
     """The ``train`` section."""
 
     drafter: DrafterConfig
-    start: Literal["random", "target"]
-    """``target``: layers from the target's last ones, ``fc`` a copy of the last tap, norms from the target's."""
+    start: str = Field(min_length=1)
+    """``random``; ``target``: layers from the target's last ones, ``fc`` a copy of the last tap, norms from the target's;
+    or a folder that holds a drafter of this shape in z-lab's layout."""
     head_rows: Literal["occurring", "full"]
     """Vocabulary rows of the training head: those that occur in the answers, or all. Validation always uses all."""
     loss: LossConfig
+    periodic_tails: float = Field(ge=0, le=1)
+    """What tokens of an answer's tail that repeats itself weigh: 1 as all others, 0 nothing; then they are no anchors."""
     lr: float = Field(gt=0)
     schedule: Literal["cosine", "wsd"]
     """After the warm-up: a cosine to zero, or constant and then linear to zero over the last fifth."""

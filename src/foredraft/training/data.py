@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from foredraft.artifacts import ArtifactError, Manifest, require_same_contract
 from foredraft.drafter.blocks import Blocks, anchor_budgets, anchor_candidates, build_blocks, draw_anchors
 from foredraft.features.layout import Document, FeatureShard, open_features
+from foredraft.loops import periodic_tail
 
 AHEAD = 3
 """Rows that lie on the GPU before they are needed."""
@@ -52,6 +53,7 @@ class Row:
     data_ids: Tensor  # (M) the token that stands there
     topk_ids: Tensor  # (M, K) what the target said there
     topk_logprobs: Tensor  # (M, K)
+    worth: Tensor  # (M) what each counts, beside its weight in the block
 
     def to(self, device: torch.device) -> "Row":
         """The same on ``device``, copied beside the work that goes on there."""
@@ -73,6 +75,7 @@ class RowSizes:
     anchors: int
     block_size: int
     embeddings: Tensor
+    periodic_tails: float = 1.0
 
 
 class FeatureData:
@@ -152,7 +155,10 @@ class FeatureData:
         """Read documents, draw their anchors by ``seed``, and pad."""
         generator = torch.Generator().manual_seed(seed)
         documents = [self.document(i) for i in indices]
-        masks = [document.loss_mask for document in documents]
+        tails = [repeated(d) if sizes.periodic_tails < 1 else torch.zeros_like(d.loss_mask) for d in documents]
+        masks = [
+            d.loss_mask if sizes.periodic_tails else d.loss_mask & ~t for d, t in zip(documents, tails, strict=True)
+        ]
         candidates = [anchor_candidates(mask) for mask in masks]
         budgets = anchor_budgets([self.supervised[i] for i in indices], [len(c) for c in candidates], sizes.anchors)
         drawn = [draw_anchors(c, n, generator) for c, n in zip(candidates, budgets, strict=True)]
@@ -164,7 +170,9 @@ class FeatureData:
         count = len(slots)
         slots = F.pad(slots, (0, -count % SLOT_MULTIPLE))
         places = (blocks.starts[:, None] + blocks.positions).flatten()[slots]  # (M), in the row
-        said = (torch.cat(masks).long().cumsum(0) - 1)[places]  # (M), among the supervised tokens
+        supervised = torch.cat([document.loss_mask for document in documents])
+        said = (supervised.long().cumsum(0) - 1)[places]  # (M), among the supervised tokens
+        worth = torch.where(torch.cat(tails)[places], sizes.periodic_tails, 1.0)
         return Row(
             names=[self.names[i] for i in indices],
             bounds=bounds + [bounds[-1] + padding] * (padding > 0),
@@ -177,7 +185,18 @@ class FeatureData:
             data_ids=ids[places],
             topk_ids=torch.cat([document.topk_ids for document in documents])[said],
             topk_logprobs=torch.cat([document.topk_logprobs for document in documents])[said],
+            worth=worth,
         )
+
+
+def repeated(document: Document) -> Tensor:
+    """Which tokens ``(T)`` of a document are in the tail of an answer that repeats itself, after the piece's first time."""
+    tail = torch.zeros_like(document.loss_mask)
+    edges = F.pad(document.loss_mask.int(), (1, 1)).diff()
+    for start, end in zip(edges.eq(1).nonzero()[:, 0].tolist(), edges.eq(-1).nonzero()[:, 0].tolist(), strict=True):
+        length, period = periodic_tail(document.input_ids[start:end].tolist())
+        tail[end - max(0, length - period) : end] = length > 0
+    return tail
 
 
 def ahead(makers: Iterable[Callable[[], Row]], device: torch.device) -> Iterator[Row]:

@@ -1,25 +1,33 @@
 """Where a drafter starts from."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from foredraft.drafter.model import Drafter, initialise_random
+from foredraft.layouts.zlab import read_zlab
 from foredraft.target.interface import Interface
 
 
 @torch.no_grad()
 def initialise(drafter: Drafter, start: str, interface: Interface, generator: torch.Generator) -> None:
-    """Fill ``drafter`` at random, or from the target.
+    """Fill ``drafter`` at random, from the target, or from a folder in z-lab's layout.
 
     From the target: layer i is the target's layer of the same rank from the end, where names and shapes agree; ``fc``
     copies the last tap; ``norm`` is the target's final norm, ``hidden_norm`` the input norm of the last layer, since both
     stand before key and value projections. q/k norms that the target lacks stay 1.
 
     Raises:
-        ValueError: ``start`` is ``target`` and too few layers are kept, or their shapes are others.
+        ValueError: ``start`` is ``target`` and too few layers are kept, or their shapes are others; or it is a folder whose
+            drafter has another shape.
+        ArtifactError: ``start`` is a folder without a drafter, or with a tensor too few or too many.
     """
     initialise_random(drafter, generator)
     if start == "random":
+        return
+    if start != "target":
+        _warm_start(drafter, Path(start))
         return
     kept = sorted({int(name.split(".")[1]) for name in interface.layers})
     wanted = drafter.shape.choice.num_layers
@@ -38,6 +46,15 @@ def initialise(drafter: Drafter, start: str, interface: Interface, generator: to
     state["fc.weight"][:, (taps - 1) * hidden :].copy_(torch.eye(hidden))
     state["hidden_norm.weight"].copy_(last_input_norm)
     state["norm.weight"].copy_(interface.norm)
+
+
+def _warm_start(drafter: Drafter, folder: Path) -> None:
+    other = read_zlab(folder, torch.float32)
+    mine, theirs = (d.shape.model_dump() | d.shape.choice.model_dump() for d in (drafter, other))
+    for key in sorted(mine.keys() - {"choice"}):
+        if mine[key] != theirs[key]:
+            raise ValueError(f"train.start = {folder}: its {key} is {theirs[key]}, this run's {mine[key]}")
+    drafter.load_state_dict(other.state_dict())
 
 
 def _layer(layers: dict[str, Tensor], index: int) -> dict[str, Tensor]:

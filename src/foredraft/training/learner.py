@@ -16,13 +16,17 @@ from foredraft.training.optim import build_optimizer
 
 @dataclass(frozen=True)
 class Step:
-    """What a step came to: the mean loss and the gradient's norm over all rows, and whether the weights were changed."""
+    """What a step came to: the mean loss and the gradient's norm over all rows.
+
+    Attributes:
+        culprit: the first parameter whose gradient is not finite, or ``the loss``; None where the weights were changed.
+    """
 
     loss: float
     norm: float
     accepted: int
     blocks: int
-    applied: bool
+    culprit: str | None
 
 
 class Learner:
@@ -58,11 +62,16 @@ class Learner:
         norm_of_sum = torch.nn.utils.get_total_norm(gradients).double()
         loss, weight, accepted, blocks, norm = torch.stack([*sums, norm_of_sum]).tolist()
         loss, norm = loss / max(weight, LEAST_WEIGHT), norm / max(weight, LEAST_WEIGHT)
-        applied = math.isfinite(loss) and math.isfinite(norm)
-        if applied:
-            torch._foreach_mul_(gradients, min(1.0, self.config.clip / (norm + 1e-6)) / max(weight, LEAST_WEIGHT))
-            self.optimizer.step()
-        return Step(loss, norm, int(accepted), int(blocks), applied)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return Step(loss, norm, int(accepted), int(blocks), self.culprit())
+        torch._foreach_mul_(gradients, min(1.0, self.config.clip / (norm + 1e-6)) / max(weight, LEAST_WEIGHT))
+        self.optimizer.step()
+        return Step(loss, norm, int(accepted), int(blocks), None)
+
+    def culprit(self) -> str:
+        """The first parameter whose gradient is not finite, in the order of the forward pass."""
+        named = ((name, p.grad) for name, p in self.drafter.named_parameters() if p.grad is not None)
+        return next((name for name, gradient in named if not bool(gradient.isfinite().all())), "the loss")
 
     def run(self, row: Row, head: Head) -> Outcome:
         """One forward pass."""

@@ -77,6 +77,7 @@ def run_row(drafter: Drafter, row: Row, mask: Tensor, head: Head, config: LossCo
         weights = decay_weights(blocks.counted, config.gamma)
     if config.equal_blocks:
         weights = equal_blocks(weights)
+    weights = weights * _spread(row.worth, row)
     correct = _spread(losses.guess == answers.labels, row)
     return Outcome(
         loss=(weights.flatten()[row.slots[: row.count]] * losses.loss[: row.count]).sum(),

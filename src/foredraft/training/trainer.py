@@ -2,20 +2,33 @@
 
 import csv
 import io
+import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from foredraft.artifacts import Manifest, require_same_contract, write_atomic, write_json
+from foredraft.artifacts import (
+    ArtifactError,
+    Manifest,
+    file_digest,
+    require_same_contract,
+    write_atomic,
+    write_json,
+)
 from foredraft.devices import default_device
 from foredraft.drafter.config import DrafterShape
 from foredraft.drafter.model import Drafter
+from foredraft.layouts.zlab import WEIGHTS as ZLAB_WEIGHTS
 from foredraft.progress import Progress
 from foredraft.provenance import commit
 from foredraft.scratch import Scratch, open_scratch, work_fingerprint
@@ -27,6 +40,7 @@ from foredraft.training.initialise import initialise
 from foredraft.training.learner import Learner
 from foredraft.training.objective import Head, Outcome
 from foredraft.training.optim import learning_rate
+from foredraft.training.replay import keep_for_replay
 
 WEIGHTS = "drafter.safetensors"
 SHAPE = "shape.json"
@@ -35,8 +49,15 @@ SHAPE = "shape.json"
 class Trainer:
     """One run: data, model, optimiser, and how far it is."""
 
-    def __init__(self, config: TrainConfig, shape: DrafterShape, interface: Interface, folders: dict[str, Path]):
-        self.config = config
+    def __init__(
+        self,
+        config: TrainConfig,
+        shape: DrafterShape,
+        interface: Interface,
+        folders: dict[str, Path],
+        identity: dict[str, Any] | None = None,
+    ):
+        self.config, self.identity = config, identity or {}
         self.train_data = FeatureData(folders, "train")
         self.validation_data = FeatureData(folders, "validation")
         for split, data in {"train": self.train_data, "validation": self.validation_data}.items():
@@ -51,54 +72,73 @@ class Trainer:
         mask = embeddings[config.drafter.mask_token_id]
         self.learner = Learner(config, drafter, Head.build(interface.lm_head, rows), mask, device)
         self.full_head = self.learner.head if rows is None else Head.build(interface.lm_head).to(device, dtype)
-        self.sizes = RowSizes(config.tokens_per_row, config.anchors_per_row, config.drafter.block_size, embeddings)
+        block = config.drafter.block_size
+        self.sizes = RowSizes(config.tokens_per_row, config.anchors_per_row, block, embeddings, config.periodic_tails)
         self.plan = plan_steps(self.train_data, config)
 
     def run(self, scratch: Scratch) -> Progressed:
-        """Train to the end, from the last complete checkpoint in ``scratch``."""
+        """Train to the end, from the last complete checkpoint in ``scratch``.
+
+        Raises:
+            ValueError: told to stop (SIGTERM), after what is done was kept; or see :meth:`step`.
+        """
         learner, config = self.learner, self.config
-        progressed = load_checkpoint(scratch.path, learner.drafter, learner.optimizer)
+        progressed = load_checkpoint(scratch.path, learner.drafter, learner.optimizer, self.identity)
         steps = self.plan[progressed.step :]
         made = (partial(self.train_data.row, documents, self.sizes, seed) for step in steps for seed, documents in step)
         rows = ahead(made, learner.device)
-        with Progress("train", len(self.plan), "steps", done=progressed.step) as progress:
+        with told_to_stop() as stop, Progress("train", len(self.plan), "steps", done=progressed.step) as progress:
             for step in steps:
                 started = time.perf_counter()
-                record = self.step(progressed, list(islice(rows, len(step))))
+                record = self.step(progressed, list(islice(rows, len(step))), scratch)
                 record["seconds"] = time.perf_counter() - started
                 progressed.step += 1
                 last = progressed.step == len(self.plan)
                 if last or progressed.step % config.validate_every == 0:
+                    progressed.validation = self.validate()
                     record |= {
-                        f"val_{key}": value for key, value in self.validate().items() if key != "accuracy_by_slot"
+                        f"val_{key}": value for key, value in progressed.validation.items() if key != "accuracy_by_slot"
                     }
                     self._keep_best(progressed, record, scratch)
+                    self._say_if_nothing_is_learned(progressed)
                 progressed.curve.append(record)
-                if last or progressed.step % config.checkpoint_every == 0:
-                    save_checkpoint(scratch.path, learner.drafter, learner.optimizer, progressed)
+                if last or stop.is_set() or progressed.step % config.checkpoint_every == 0:
+                    save_checkpoint(scratch.path, learner.drafter, learner.optimizer, progressed, self.identity)
                 progress.advance(1, note=f"loss {record['loss']:.3f}")
+                if stop.is_set() and not last:
+                    raise ValueError(
+                        f"told to stop at step {progressed.step} of {len(self.plan)}, which is kept: run it again"
+                    )
         return progressed
 
     def rows_of(self, step: int) -> list[Row]:
         """The rows of a step of the plan."""
         return [self.train_data.row(documents, self.sizes, seed) for seed, documents in self.plan[step]]
 
-    def step(self, progressed: Progressed, rows: list[Row]) -> dict[str, Any]:
+    def step(self, progressed: Progressed, rows: list[Row], scratch: Scratch | None = None) -> dict[str, Any]:
         """One optimiser step; its record for the curve.
+
+        Args:
+            scratch: where rows are kept whose loss or gradient is not finite.
 
         Raises:
             ValueError: too many steps had a non-finite loss or gradient; names the documents of the last.
         """
         rate = learning_rate(self.config, progressed.step, len(self.plan))
         step = self.learner.learn(rows, rate)
-        if not step.applied:
+        if step.culprit is not None:
             progressed.skipped += 1
+            names = ", ".join(name for row in rows for name in row.names)
+            told = (
+                f"step {progressed.step + 1}: loss {step.loss}, gradient norm {step.norm}, first in {step.culprit}; "
+                f"{progressed.skipped} steps skipped; documents {names}"
+            )
+            if scratch is not None:
+                kept = keep_for_replay(scratch.path, progressed.step + 1, self.learner, rows)
+                told += f"; to look into it: python -m foredraft.training.replay {kept}"
+            print(f"train: {told}", file=sys.stderr)
             if progressed.skipped > self.config.max_skipped_steps:
-                names = ", ".join(name for row in rows for name in row.names)
-                raise ValueError(
-                    f"train: step {progressed.step}: loss {step.loss}, gradient norm {step.norm}: "
-                    f"{progressed.skipped} steps skipped; documents {names}"
-                )
+                raise ValueError(told)
         return {
             "step": progressed.step + 1,
             "loss": step.loss,
@@ -116,10 +156,34 @@ class Trainer:
         made = (partial(self.validation_data.row, documents, sizes, number) for number, documents in enumerate(rows))
         return pooled([self.learner.run(row, self.full_head) for row in ahead(made, self.learner.device)])
 
+    def _say_if_nothing_is_learned(self, progressed: Progressed) -> None:
+        after_warm_up = progressed.step > self.config.warmup * len(self.plan)
+        if after_warm_up and progressed.validation["accepted_per_step"] == 0:
+            blocks = progressed.validation["blocks"]
+            print(
+                f"train: step {progressed.step}: not one draft of {blocks} held-out blocks is right. If that stays so: are "
+                "the answers the target's own, the taps those of the features, the rate too high?",
+                file=sys.stderr,
+            )
+
     def _keep_best(self, progressed: Progressed, record: dict[str, Any], scratch: Scratch) -> None:
         if not progressed.best or record["val_tokens_per_step"] > progressed.best["tokens_per_step"]:
             scratch.write(WEIGHTS, lambda path: save_file(self.learner.drafter.state_dict(), path))
             progressed.best = {"step": progressed.step, "tokens_per_step": record["val_tokens_per_step"]}
+
+
+@contextmanager
+def told_to_stop() -> Iterator[Event]:
+    """An event that SIGTERM sets: what is under way can be kept first. In another thread than the first it is never set."""
+    event = Event()
+    if current_thread() is not main_thread():
+        yield event
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def plan_steps(data: FeatureData, config: TrainConfig) -> list[list[tuple[int, list[int]]]]:
@@ -188,9 +252,17 @@ def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Pat
         rope_theta=facts["rope_theta"],
         max_position_embeddings=facts["max_position_embeddings"],
     )
-    key = work_fingerprint("train", config.model_dump(), {**manifests, "target": interface.manifest})
+    work = config.model_dump() | {"started_from": started_from(config)}
+    key = work_fingerprint("train", work, {**manifests, "target": interface.manifest})
+    identity = {
+        "block_size": config.drafter.block_size,
+        "mask_token_id": config.drafter.mask_token_id,
+        "target_layer_ids": list(shape.target_layer_ids),
+        "target": contract["target"],
+        "data": {source: manifest.fingerprint for source, manifest in manifests.items()},
+    }
     with open_scratch("train", key) as scratch:
-        trainer = Trainer(config, shape, interface, features)
+        trainer = Trainer(config, shape, interface, features, identity)
         progressed = trainer.run(scratch)
         scratch.write(SHAPE, lambda path: path.write_text(shape.model_dump_json(indent=1) + "\n", encoding="utf-8"))
         choice = config.drafter
@@ -205,6 +277,20 @@ def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Pat
     write_atomic(curve, curve_csv(progressed.curve))
 
 
+def started_from(config: TrainConfig) -> str | None:
+    """Digest of the weights that a warm start takes; it is not among what DVC watches.
+
+    Raises:
+        ArtifactError: there are none.
+    """
+    if config.start in ("random", "target"):
+        return None
+    weights = Path(config.start) / ZLAB_WEIGHTS
+    if not weights.is_file():
+        raise ArtifactError(weights, "does not exist", "train.start is random, target, or a folder in z-lab's layout")
+    return file_digest(weights)
+
+
 def summary(progressed: Progressed, trainer: Trainer) -> dict[str, Any]:
     """What ``dvc metrics show`` shows of a run."""
     last = progressed.curve[-1]
@@ -217,7 +303,7 @@ def summary(progressed: Progressed, trainer: Trainer) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in trainer.learner.drafter.parameters()),
         "anchors_per_second": sum(record["anchors"] for record in progressed.curve) / seconds,
         "best_step": progressed.best["step"],
-        "val": {key.removeprefix("val_"): value for key, value in last.items() if key.startswith("val_")},
+        "val": progressed.validation,
         "commit": commit(),
     }
 

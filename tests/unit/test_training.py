@@ -1,3 +1,4 @@
+import json
 import math
 import os
 import signal
@@ -33,6 +34,9 @@ from tests.conftest import TAPS, TINY_CHOICE, tiny_drafter, tiny_hybrid, tiny_sh
 LOSS = LossConfig(
     labels="target_argmax", ce=0.5, kl=0.5, tv=0.0, weights="decay", gamma=4.0, alpha=0.5, equal_blocks=False
 )
+
+
+GOLDEN = Path(__file__).with_name("golden_losses.json")
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -98,6 +102,21 @@ def test_a_run_learns(world: Any, tmp_path: Path) -> None:
     curve = curve_of(Trainer(config(epochs=12), tiny_shape(), interface, folders), tmp_path / "a")
     assert sum(record["loss"] for record in curve[-5:]) < 0.8 * sum(record["loss"] for record in curve[:5])
     assert curve[-1]["val_tokens_per_step"] >= 1.0
+
+
+def test_losses_are_those_of_before(world: Any, tmp_path: Path) -> None:
+    """Twenty losses that a change of the arithmetic would move; written anew by ``FOREDRAFT_GOLDEN=write``."""
+    _, interface, folders = world
+    loss = LossConfig(
+        labels="target_argmax", ce=0.4, kl=0.5, tv=0.1, weights="dpace", gamma=4.0, alpha=0.5, equal_blocks=True
+    )
+    sliding = {"sliding_window": 8, "full_attention_layers": (1,)}
+    trainer = Trainer(config(loss=loss, drafter=sliding), tiny_shape(**sliding), interface, folders)
+    losses = [record["loss"] for record in curve_of(trainer, tmp_path / "golden")][:20]
+    assert len(losses) == 20
+    if os.environ.get("FOREDRAFT_GOLDEN") == "write":
+        GOLDEN.write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
+    assert losses == pytest.approx(json.loads(GOLDEN.read_text(encoding="utf-8")), rel=1e-4)
 
 
 @pytest.mark.parametrize("at", [1, 7, 12])

@@ -236,6 +236,23 @@ def test_non_finite_steps_are_skipped_then_stop_the_run_by_document(world: Any, 
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.learner.drafter.state_dict().items())
 
 
+def test_a_row_without_a_block_changes_nothing(world: Any, tmp_path: Path) -> None:
+    """Documents that are too short, or whose answer is one token, and a step of nothing but such."""
+    target, interface, folders = world
+    learner = Trainer(config(), tiny_shape(), interface, folders).learner
+    data = FeatureData(folders, "train")
+    document = data.document(0)
+    barely = torch.zeros_like(document.loss_mask)
+    barely[-1] = True
+    data.document = lambda _index: replace(document, loss_mask=barely, topk_ids=document.topk_ids[:1])  # type: ignore[method-assign]
+    row = data.row([0], all_blocks(target.embeddings.weight), 0)
+    assert row.count == 0 and not row.blocks.exists.any()
+    before = {name: tensor.clone() for name, tensor in learner.drafter.state_dict().items()}
+    step = learner.learn([row], 1e-2)
+    assert (step.loss, step.blocks, step.culprit) == (0.0, 0, None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.drafter.state_dict().items())
+
+
 def test_a_skipped_step_can_be_run_again(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, interface, folders = world
     trainer = Trainer(config(), tiny_shape(), interface, folders)

@@ -47,7 +47,7 @@ class Learner:
             self.drafter.compile_layers()
 
     def learn(self, rows: Iterable[Row], rate: float) -> Step:
-        """Change the weights by the mean gradient over ``rows``, unless it, or the loss, is not finite."""
+        """Change the weights by the mean gradient over ``rows``, unless that or the loss is not finite, or nothing counts."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
@@ -61,10 +61,12 @@ class Learner:
         sums = [torch.stack([getattr(o, key).detach().double() for o in outcomes]).sum() for key in SUMS]
         norm_of_sum = torch.nn.utils.get_total_norm(gradients).double()
         loss, weight, accepted, blocks, norm = torch.stack([*sums, norm_of_sum]).tolist()
-        loss, norm = loss / max(weight, LEAST_WEIGHT), norm / max(weight, LEAST_WEIGHT)
+        if weight == 0:
+            return Step(0.0, 0.0, 0, 0, None)
+        loss, norm = loss / weight, norm / weight
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Step(loss, norm, int(accepted), int(blocks), self.culprit())
-        torch._foreach_mul_(gradients, min(1.0, self.config.clip / (norm + 1e-6)) / max(weight, LEAST_WEIGHT))
+        torch._foreach_mul_(gradients, min(1.0, self.config.clip / (norm + 1e-6)) / weight)
         self.optimizer.step()
         return Step(loss, norm, int(accepted), int(blocks), None)
 
@@ -79,4 +81,3 @@ class Learner:
 
 
 SUMS = ("loss", "weight", "accepted", "blocks")
-LEAST_WEIGHT = 1e-12

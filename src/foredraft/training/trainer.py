@@ -63,6 +63,8 @@ class Trainer:
         for split, data in {"train": self.train_data, "validation": self.validation_data}.items():
             if len(data) == 0:
                 raise ValueError(f"no {split} document in {', '.join(map(str, folders.values()))}")
+            if max(data.supervised) < 2:
+                raise ValueError(f"no {split} document has two supervised tokens: there is nothing to guess")
         check_mask_token(config.drafter.mask_token_id, self.train_data, interface.manifest.facts)
         device, dtype = torch.device(default_device()), getattr(torch, config.compute_dtype)
         rows = self.train_data.answer_ids() if config.head_rows == "occurring" else None

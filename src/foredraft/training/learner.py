@@ -47,7 +47,7 @@ class Learner:
             self.drafter.compile_layers()
 
     def learn(self, rows: Iterable[Row], rate: float) -> Step:
-        """Change the weights by the mean gradient over ``rows``, unless that or the loss is not finite, or nothing counts."""
+        """Change the weights by the mean gradient over ``rows``, unless it or the loss is not finite, or nothing counts."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)

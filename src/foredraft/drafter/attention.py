@@ -15,6 +15,7 @@ Shapes: ``B`` rows, ``H`` heads, ``G`` key-value heads, ``Q`` queries, ``T`` con
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,28 +56,24 @@ class DocumentAttention:
     """Dense attention of one document after the other: the reference, and the fastest where nothing is fused."""
 
     def __init__(self, blocks: Blocks, bounds: list[int], window: int | None):
-        self._size = blocks.block_size
-        self._parts: list[tuple[slice, slice, Tensor]] = []
-        last = 0
-        for start in bounds[:-1]:
-            own = (blocks.starts == start) & blocks.exists
-            count = int(own.sum())
-            if count:
-                first = int(own.nonzero()[0])
-                anchors = blocks.anchors[first : first + count]
-                length = int(anchors.max())
-                mask = dense_mask(anchors, self._size, length, window)
-                last = (first + count) * self._size
-                self._parts.append((slice(first * self._size, last), slice(start, start + length), mask))
-        self._empty = blocks.counted.numel() - last
+        size = blocks.block_size
+        starts = torch.tensor(bounds[:-1], device=blocks.starts.device)
+        counts = ((blocks.starts == starts[:, None]) & blocks.exists).sum(1).tolist()
+        self._tokens = [end - start for start, end in pairwise(bounds)]
+        self._slots = [count * size for count in counts] + [blocks.counted.numel() - sum(counts) * size]
+        anchors = blocks.anchors[: sum(counts)].split(counts)
+        self._masks = [dense_mask(a, size, int(a.max()), window) if len(a) else None for a in anchors]
 
     def __call__(self, queries: Tensor, context: KeysValues, own: KeysValues) -> Tensor:  # noqa: D102
+        slots = zip(*(x.split(self._slots, 2) for x in (queries, own.keys, own.values)), strict=True)
+        tokens = zip(*(x.split(self._tokens, 2) for x in (context.keys, context.values)), strict=True)
         outputs = []
-        for slots, tokens, mask in self._parts:
-            keys = torch.cat([context.keys[:, :, tokens], own.keys[:, :, slots]], 2)
-            values = torch.cat([context.values[:, :, tokens], own.values[:, :, slots]], 2)
-            outputs.append(attend_small(queries[:, :, slots], keys, values, mask))
-        return torch.cat([*outputs, queries.new_zeros(*queries.shape[:2], self._empty, queries.shape[-1])], 2)
+        for mask, (asked, *mine), before in zip(self._masks, slots, tokens, strict=False):
+            if mask is not None:
+                seen = mask.shape[-1] - asked.shape[2]
+                keys, values = (torch.cat([b[:, :, :seen], m], 2) for b, m in zip(before, mine, strict=True))
+                outputs.append(attend_small(asked, keys, values, mask))
+        return torch.cat([*outputs, queries.new_zeros(*queries.shape[:2], self._slots[-1], queries.shape[-1])], 2)
 
 
 class FlexAttention:

@@ -9,10 +9,8 @@ stage's own processes on one of them and on both.
 """
 
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +25,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from bench import parts
 
 TAPS = (1, 16, 31, 46, 61)
 ROWS, LENGTH, TOP_K = 8, 2048, 16
@@ -256,14 +256,6 @@ def write_tokens(folder: Path, lengths: list[int], supervised: float) -> Path:
     return folder
 
 
-def environment_of(name: str) -> dict[str, str]:
-    """The environment of a part: only ours sees $FLA."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    if name != "plain":
-        environment["PYTHONPATH"] = os.environ.get("FLA", "")
-    return environment
-
-
 def new_shapes(target: Any) -> dict[str, float]:
     """Seconds of a first and of a second pass over batches of lengths not seen before."""
     found = {}
@@ -357,34 +349,13 @@ def digests(folder: Path, plans: list[Any]) -> list[str]:
     return [seal["sha256"] for seal in seals]
 
 
-PARTS = {"plain": plain, "ours": ours, "two": two}
-
-
-def main(out: Path, parts: list[str]) -> None:
-    """Run each part in a process of its own and write what they found."""
-    from foredraft.provenance import commit, versions
-
-    report: dict[str, Any] = {
-        "commit": os.environ.get("COMMIT") or commit(),
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {**versions(), "triton": __import__("triton").__version__},
-        "shape": "Qwen3.6-27B, random weights",
-        "batch": [ROWS, LENGTH],
-        "two_gpu_ratio": None,
-    }
-    for part in parts:
-        start = time.perf_counter()
-        result = out.with_suffix(f".{part}.json")
-        command = [sys.executable, __file__, "--part", part, str(result)]
-        subprocess.run(command, check=True, env=environment_of(part))
-        report |= json.loads(result.read_text(encoding="utf-8"))
-        print(part, f"{time.perf_counter() - start:.0f} s", flush=True)
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
-
+PARTS: dict[str, parts.Part] = {"plain": plain, "ours": ours, "two": two}
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--part":
-        Path(sys.argv[3]).write_text(json.dumps(PARTS[sys.argv[2]]()), encoding="utf-8")
-    else:
-        main(Path(sys.argv[1]), sys.argv[2:] or ["ours", "plain"] + ["two"] * (torch.cuda.device_count() > 1))
+    parts.run(
+        __file__,
+        PARTS,
+        ["ours", "plain"] + ["two"] * (torch.cuda.device_count() > 1),
+        {"shape": "Qwen3.6-27B, random weights", "batch": [ROWS, LENGTH], "two_gpu_ratio": None},
+        {"ours": "FLA", "two": "FLA"},
+    )

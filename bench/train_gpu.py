@@ -2,18 +2,15 @@
 
 usage: python bench/train_gpu.py OUT.json [part ...]
 
-Runs where there is a GPU, PyTorch, Triton and Transformers (and pydantic, filelock, ruamel.yaml); speculators 0.9.0 may lie
-in the folder $PEER. The drafter has the shape of the one published for Qwen3.6-27B and random weights; a step reads one
+Runs where there is a GPU, PyTorch, Triton and Transformers (and pydantic, filelock, ruamel.yaml, which may lie in the
+folder $PEER, beside speculators 0.9.0). The drafter has the shape of the one published for Qwen3.6-27B and random weights; a step reads one
 document of 3,072 tokens with 512 blocks of 16 and ends with AdamW. Each part runs in a process of its own, on one GPU.
 """
 
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import types
@@ -26,6 +23,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import torch
 from torch import Tensor
+
+from bench import parts
 
 TOKENS, ANCHORS, BLOCK = 3072, 512, 16
 LAYERS, HEADS, KV_HEADS, HEAD, HIDDEN, FFN, VOCABULARY, TAPS = 5, 32, 8, 128, 5120, 17_408, 248_320, 5
@@ -346,6 +345,7 @@ def stand_in(*packages: str) -> None:
 
         def create_module(self, spec: Any) -> types.ModuleType:
             module = types.ModuleType(spec.name)
+            module.__path__ = []
             module.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
             return module
 
@@ -355,7 +355,7 @@ def stand_in(*packages: str) -> None:
     sys.meta_path.append(Finder())
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+PARTS: dict[str, parts.Part] = {
     "bfloat16": lambda: {"bfloat16": ours("bfloat16")},
     "float32": lambda: {"float32": ours("float32")},
     "floor": floor,
@@ -363,32 +363,6 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "truth": truth,
 }
 
-
-def main(out: Path, parts: list[str]) -> None:
-    """Run each part in a process of its own and write what they found."""
-    from foredraft.provenance import commit, versions
-
-    report: dict[str, Any] = {
-        "commit": os.environ.get("COMMIT") or commit(),
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {**versions(), "triton": __import__("triton").__version__},
-        "shape": "Qwen3.6-27B's drafter, random weights",
-        "two_gpu_ratio": None,
-    }
-    for part in parts:
-        start = time.perf_counter()
-        result = out.with_suffix(f".{part}.json")
-        environment = {**os.environ, "PYTHONPATH": os.environ.get("PEER", "")}
-        done = subprocess.run([sys.executable, __file__, "--part", part, str(result)], env=environment)
-        if done.returncode == 0:
-            report |= json.loads(result.read_text(encoding="utf-8"))
-        print(part, f"exit code {done.returncode}, {time.perf_counter() - start:.0f} s", flush=True)
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "--part":
-        Path(sys.argv[3]).write_text(json.dumps(PARTS[sys.argv[2]]()), encoding="utf-8")
-    else:
-        main(Path(sys.argv[1]), sys.argv[2:] or list(PARTS))
+    about = {"shape": "Qwen3.6-27B's drafter, random weights", "two_gpu_ratio": None}
+    parts.run(__file__, PARTS, list(PARTS), about, dict.fromkeys(PARTS, "PEER"))

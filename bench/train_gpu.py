@@ -3,8 +3,8 @@
 usage: python bench/train_gpu.py OUT.json [part ...]
 
 Runs where there is a GPU, PyTorch, Triton and Transformers (and pydantic, filelock, ruamel.yaml, which may lie in the
-folder $PEER, beside speculators 0.9.0). The drafter has the shape of the one published for Qwen3.6-27B and random weights; a step reads one
-document of 3,072 tokens with 512 blocks of 16 and ends with AdamW. Each part runs in a process of its own, on one GPU.
+folder $PEER, beside speculators 0.9.0). The drafter has the shape of the one published for Qwen3.6-27B and random weights;
+a step reads one document of 3,072 tokens with 512 blocks of 16 and ends with AdamW. Each part runs in a process of its own.
 """
 
 import importlib.abc

@@ -24,6 +24,7 @@ from foredraft.speculation.session import ReplaySession, SlotSession
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import greedy_answers
 from foredraft.target.tokenizer import read_tokenizer
+from foredraft.tokens.shards import read_shard
 from tests.conftest import ROOT
 from tests.workspace import Workspace
 
@@ -43,6 +44,14 @@ def prompts(smoke: Workspace) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def learned(smoke: Workspace) -> list[list[int]]:
+    """Beginnings of answers that the small drafter was trained on: it has some drafts right there, if nowhere else."""
+    shard = read_shard(smoke.path / "data/tokens/code/train-00000.safetensors")
+    documents = (shard.document(index) for index in range(4))
+    return [ids[: int(mask.nonzero()[0]) + 6].tolist() for ids, mask in documents]
+
+
+@pytest.fixture(scope="module")
 def references(smollm: FrozenTarget, prompts: list[list[int]]) -> list[list[int]]:
     return [greedy_answers(smollm.model, [prompt], NEW, EOS)[0] for prompt in prompts]
 
@@ -54,9 +63,16 @@ def trained(smoke: Workspace) -> Drafter:
 
 @pytest.mark.parametrize("which", ["trained", "random"])
 def test_a_batch_says_what_plain_decoding_says(
-    smollm: FrozenTarget, trained: Drafter, prompts: list[list[int]], references: list[list[int]], which: str
+    smollm: FrozenTarget,
+    trained: Drafter,
+    prompts: list[list[int]],
+    learned: list[list[int]],
+    references: list[list[int]],
+    which: str,
 ) -> None:
     drafter = trained
+    prompts = prompts + learned
+    references = references + [greedy_answers(smollm.model, [prompt], NEW, EOS)[0] for prompt in learned]
     if which == "random":
         drafter = Drafter(trained.shape)
         initialise_random(drafter, torch.Generator().manual_seed(0))

@@ -169,7 +169,8 @@ class Trainer:
             )
 
     def _keep_best(self, progressed: Progressed, record: dict[str, Any], scratch: Scratch) -> None:
-        if not progressed.best or record["val_tokens_per_step"] > progressed.best["tokens_per_step"]:
+        # Of equal ones the later: it has learned more that the validation is too small to show.
+        if not progressed.best or record["val_tokens_per_step"] >= progressed.best["tokens_per_step"]:
             scratch.write(WEIGHTS, lambda path: save_file(self.learner.drafter.state_dict(), path))
             progressed.best = {"step": progressed.step, "tokens_per_step": record["val_tokens_per_step"]}
 

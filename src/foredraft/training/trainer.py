@@ -162,9 +162,11 @@ class Trainer:
         after_warm_up = progressed.step > self.config.warmup * len(self.plan)
         if after_warm_up and progressed.validation["accepted_per_step"] == 0:
             blocks = progressed.validation["blocks"]
+            rows, all_rows = (len(head.rows) for head in (self.learner.head, self.full_head))
             print(
                 f"train: step {progressed.step}: not one draft of {blocks} held-out blocks is right. If that stays so: are "
-                "the answers the target's own, the taps those of the features, the rate too high?",
+                "the answers the target's own, the taps those of the features, the rate too high, or is there too little "
+                f"data for train.head_rows = {self.config.head_rows} ({rows} of {all_rows} rows)?",
                 file=sys.stderr,
             )
 

@@ -302,7 +302,7 @@ def two() -> dict[str, Any]:
             some = tuple(plans[: BATCHES * processes])
             fetch, target = load_section(params, "fetch", FetchConfig), load_section(params, "target", TargetConfig)
             job = Job("bench", config, target, fetch, tokens, scratch, {}, some, some, torch.get_num_threads())
-            launch(share_of_random_target, job, "bench", scratch.name, processes)
+            launch(share_of_random_target, job, "bench", scratch, processes)
             found[processes] = rate_of_shards(scratch, some, processes), digests(scratch, plans[:BATCHES])
     (one, alone), (both, together) = found[1], found[2]
     return {

@@ -1,6 +1,6 @@
 """What a training step of a large drafter costs on a GPU: ours, speculators' and the matrix products alone.
 
-usage: python bench/train_gpu.py OUT.json [part ...]
+usage: python bench/train_gpu.py OUT.json [part ...]     (the part ``two`` wants two GPUs)
 
 Runs where there is a GPU, PyTorch, Triton and Transformers (and pydantic, filelock, ruamel.yaml, which may lie in the
 folder $PEER, beside speculators 0.9.0). The drafter has the shape of the one published for Qwen3.6-27B and random weights;
@@ -10,11 +10,15 @@ a step reads one document of 3,072 tokens with 512 blocks of 16 and ends with Ad
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
+import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def make_learner(weights: str, device: torch.device, **changes: Any) -> Any:
+def make_learner(weights: str, ranks: Any, parallel: str = "ddp", **changes: Any) -> Any:
     """A drafter of the published shape, at random, with its optimiser and the target's head.
 
     Args:
@@ -77,18 +81,21 @@ def make_learner(weights: str, device: torch.device, **changes: Any) -> Any:
         start="random",
         head_rows="full",
         loss=loss,
+        optimizer="adamw",
         lr=6e-4,
         schedule="cosine",
         warmup=0.04,
         weight_decay=0.01,
         betas=(0.9, 0.95),
         clip=1.0,
+        average=0.0,
         epochs=1,
         tokens_per_row=TOKENS,
         anchors_per_row=ANCHORS,
         tokens_per_step=TOKENS,
         compute_dtype="bfloat16",
         weights_dtype=weights,
+        parallel=parallel,
         seed=1,
         validate_every=1000,
         validation_anchors=512,
@@ -106,12 +113,12 @@ def make_learner(weights: str, device: torch.device, **changes: Any) -> Any:
         max_position_embeddings=262_144,
     )
     torch.manual_seed(0)
-    with device:
+    with ranks.device:
         drafter = Drafter(shape)
-        initialise_random(drafter, torch.Generator(device).manual_seed(1))
+        initialise_random(drafter, torch.Generator(ranks.device).manual_seed(1))
         head = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16) * 0.02
         mask = torch.randn(HIDDEN, dtype=torch.bfloat16)
-        return Learner(config, drafter, Head(head, torch.arange(VOCABULARY)), mask, device)
+        return Learner(config, drafter, Head(head, torch.arange(VOCABULARY)), mask, ranks)
 
 
 def make_row(seed: int) -> Any:
@@ -128,7 +135,7 @@ def make_row(seed: int) -> Any:
     row = Row(
         names=["random"],
         bounds=[0, TOKENS],
-        target_hidden=torch.randn(TOKENS, TAPS, HIDDEN, generator=generator).bfloat16(),
+        stored=torch.randn(TOKENS, TAPS, HIDDEN, generator=generator).bfloat16(),
         positions=torch.arange(TOKENS),
         embedded=torch.randn(ANCHORS, HIDDEN, generator=generator).bfloat16(),
         blocks=blocks,
@@ -137,12 +144,14 @@ def make_row(seed: int) -> Any:
         data_ids=ids[:, 0],
         topk_ids=ids,
         topk_logprobs=torch.randn(len(slots), TOP_K, generator=generator).log_softmax(-1) - 0.5,
+        worth=torch.ones(len(slots)),
     )
     return row.to(torch.device("cuda"))
 
 
 def truth() -> dict[str, Any]:
     """Loss and gradients of a small drafter in float32: on the GPU, and by the dense reference on the CPU."""
+    from foredraft.training.ranks import Ranks
     from foredraft.drafter.blocks import anchor_candidates, build_blocks, draw_anchors
     from foredraft.training.data import Row
 
@@ -158,7 +167,7 @@ def truth() -> dict[str, Any]:
     row = Row(
         names=["random"] * 3,
         bounds=[0, 301, 358, 1000],
-        target_hidden=torch.randn(1000, TAPS, HIDDEN, generator=generator),
+        stored=torch.randn(1000, TAPS, HIDDEN, generator=generator),
         positions=torch.cat([torch.arange(length) for length in lengths]),
         embedded=torch.randn(sum(anchors) + 2, HIDDEN, generator=generator),
         blocks=blocks,
@@ -167,16 +176,19 @@ def truth() -> dict[str, Any]:
         data_ids=ids[:, 0],
         topk_ids=ids,
         topk_logprobs=torch.randn(len(slots), 40, generator=generator).log_softmax(-1)[:, :TOP_K],
+        worth=torch.ones(len(slots)),
     )
     shape = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "ffn_size": 512}
     found = []
     for device in (torch.device("cpu"), torch.device("cuda")):
-        learner = make_learner("float32", torch.device("cpu"), **shape, sliding_window=100, full_attention_layers=(1,))
+        learner = make_learner(
+            "float32", Ranks(torch.device("cpu")), **shape, sliding_window=100, full_attention_layers=(1,)
+        )
         config = learner.config
         config = config.model_copy(
             update={"compute_dtype": "float32", "loss": config.loss.model_copy(update={"kl": 0.5})}
         )
-        learner = type(learner)(config, learner.drafter, learner.head, learner.mask, device)
+        learner = type(learner)(config, learner.drafter, learner.head, learner.mask, Ranks(device))
         outcome = learner.run(row.to(device), learner.head)
         outcome.loss.backward()
         gradients = torch.cat([p.grad.flatten().double().cpu() for p in learner.drafter.parameters()])
@@ -192,24 +204,160 @@ def truth() -> dict[str, Any]:
 
 def ours(weights: str) -> dict[str, Any]:
     """Our step, with weights and optimiser in this type."""
+    from foredraft.training.ranks import Ranks
+
     rows = [make_row(seed) for seed in range(4)]
     start = time.perf_counter()
-    learner = make_learner(weights, torch.device("cuda"))
+    learner = make_learner(weights, Ranks(torch.device("cuda")))
     losses = [learner.learn([rows[0]], 1e-4).loss]
     torch.cuda.synchronize()
     first = time.perf_counter() - start
+    print(weights, "first step", first, torch._dynamo.utils.compile_times(), flush=True)
     steps = iter(range(10**6))
     seconds = seconds_of(lambda: losses.append(learner.learn([rows[next(steps) % 4]], 1e-4).loss))
     found = {
         "milliseconds": round(seconds * 1e3, 1),
         "anchors_per_s": round(ANCHORS / seconds),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "resident_gb": round(torch.cuda.memory_allocated() / 1e9, 1),
         "first_step_s": round(first, 1),
         "losses": [round(losses[0], 3), round(losses[-1], 3)],
     }
-    print(weights, found, torch._dynamo.utils.compile_times(), flush=True)
     found["kernel_milliseconds"] = by_kernel(lambda: learner.learn([rows[0]], 1e-4))
     return found
+
+
+def disk() -> dict[str, Any]:
+    """Steps whose rows come from feature shards, of bfloat16 and of float8, beside steps on rows that are there.
+
+    The shards are pushed out of the system's cache before each pass.
+    """
+    from functools import partial
+
+    from foredraft.training.data import FeatureData, RowSizes, ahead
+    from foredraft.training.ranks import Ranks
+
+    device, documents, passes = torch.device("cuda"), 16, 3
+    embeddings = torch.randn(VOCABULARY, HIDDEN).bfloat16()
+    sizes = RowSizes(TOKENS, ANCHORS, BLOCK, embeddings)
+    learner = make_learner("bfloat16", Ranks(device))
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for storage in ("bfloat16", "float8_e4m3fn"):
+            folder = Path(name) / storage
+            folder.mkdir()
+            for number in range(documents):
+                write_shard(folder / f"train-{number:05d}.safetensors", storage, number)
+            data = FeatureData({"random": folder}, "train")
+            resident = [data.row([number], sizes, number).to(device) for number in range(4)]
+            for _ in range(WARM_UP):
+                learner.learn([resident[0]], 1e-4)
+            bare, whole, waited = [], [], 0.0
+            for _ in range(passes):
+                bare.append(seconds_per_step(learner, (resident[n % 4] for n in range(documents)))[0])
+                for path in folder.iterdir():
+                    forget(path)
+                rows = ahead((partial(data.row, [n], sizes, n) for n in range(documents)), device)
+                seconds, waiting = seconds_per_step(learner, rows)
+                whole.append(seconds)
+                waited += waiting
+            key = "from_disk" if storage == "bfloat16" else "float8_from_disk"
+            found[f"{key}_share"] = round(statistics.median(bare) / statistics.median(whole), 3)
+            found[f"{key}_waited_share"] = round(waited / (sum(whole) * (documents - 3)), 4)
+            found[f"{key}_megabytes_per_s"] = round(
+                sum(p.stat().st_size for p in folder.iterdir()) / documents / statistics.median(whole) / 1e6
+            )
+    return found
+
+
+def seconds_per_step(learner: Any, rows: Iterator[Any]) -> tuple[float, float]:
+    """Time of a step, and what was waited for rows in all; the first three, while which nothing lies ready, not counted."""
+    waited, steps, start = 0.0, 0, 0.0
+    for number in itertools.count():
+        if number == 3:
+            torch.cuda.synchronize()
+            start, waited = time.perf_counter(), 0.0
+        before = time.perf_counter()
+        row = next(rows, None)
+        waited += time.perf_counter() - before
+        if row is None:
+            break
+        learner.learn([row], 1e-4)
+        steps = number - 2
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps, waited
+
+
+def write_shard(path: Path, storage: str, seed: int) -> None:
+    """A feature shard of one document at random."""
+    from safetensors.torch import save_file
+
+    from foredraft.features.layout import quantise
+
+    generator = torch.Generator("cuda").manual_seed(seed)
+    states = torch.randn(TOKENS, TAPS, HIDDEN, device="cuda", generator=generator).bfloat16()
+    ids = torch.randint(VOCABULARY - 1, (TOKENS, TOP_K), device="cuda", generator=generator).int()
+    tensors = {
+        "input_ids": ids[:, 0],
+        "loss_mask": torch.ones(TOKENS, dtype=torch.uint8),
+        "offsets": torch.tensor([0, TOKENS]),
+        "topk_ids": ids,
+        "topk_logprobs": torch.randn(TOKENS, TOP_K, device="cuda", generator=generator).log_softmax(-1) - 0.5,
+    }
+    if storage == "bfloat16":
+        tensors["target_hidden"] = states
+    else:
+        tensors["target_hidden"], tensors["scale"] = quantise(states)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
+
+
+def forget(path: Path) -> None:
+    """Push a file out of the system's cache."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def two() -> dict[str, Any]:
+    """A row for each of two GPUs beside one on one, by the launcher of the stage."""
+    from foredraft.launch import launch
+
+    times = {}
+    with tempfile.TemporaryDirectory() as name:
+        for processes, weights, parallel in ((1, "bfloat16", "ddp"), (2, "bfloat16", "ddp"), (2, "float32", "fsdp")):
+            folder = Path(name) / f"{processes}-{parallel}"
+            folder.mkdir()
+            launch(share_of_step, (folder, weights, parallel), "bench", folder, processes)
+            times[processes, parallel] = json.loads((folder / "found.json").read_text())
+            print(processes, parallel, times[processes, parallel], flush=True)
+    one, both, sharded = times.values()
+    return {
+        "one_of_two_gpus_milliseconds": one["milliseconds"],
+        "two_gpu_milliseconds": both["milliseconds"],
+        "two_gpu_ratio": round(2 * one["milliseconds"] / both["milliseconds"], 3),
+        "fsdp_float32_milliseconds": sharded["milliseconds"],
+        "fsdp_float32_peak_gb": sharded["peak_gb"],
+    }
+
+
+def share_of_step(job: tuple[Path, str, str]) -> None:
+    """What one of the processes does."""
+    from foredraft.launch import place
+    from foredraft.training.ranks import Ranks
+
+    folder, weights, parallel = job
+    rank, world, cuda = place()
+    device = torch.device(cuda or "cpu")
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", device_id=device)
+    rows = [make_row(10 * rank + seed) for seed in range(4)]
+    learner = make_learner(weights, Ranks(device, rank, world), parallel)
+    steps = iter(range(10**6))
+    seconds = seconds_of(lambda: learner.learn([rows[next(steps) % 4]], 1e-4))
+    if rank == 0:
+        found = {"milliseconds": round(seconds * 1e3, 1), "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1)}
+        (folder / "found.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
 
 
 def by_kernel(work: Callable[[], Any]) -> dict[str, float]:
@@ -361,8 +509,10 @@ PARTS: dict[str, parts.Part] = {
     "floor": floor,
     "peer": peer,
     "truth": truth,
+    "disk": disk,
+    "two": two,
 }
 
 if __name__ == "__main__":
     about = {"shape": "Qwen3.6-27B's drafter, random weights", "two_gpu_ratio": None}
-    parts.run(__file__, PARTS, list(PARTS), about, dict.fromkeys(PARTS, "PEER"))
+    parts.run(__file__, PARTS, [name for name in PARTS if name != "two"], about, dict.fromkeys(PARTS, "PEER"))

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.artifacts import Manifest, publish
@@ -14,7 +15,7 @@ from foredraft.features.reading import Reader
 from foredraft.features.storing import Store
 from foredraft.scratch import Scratch
 from foredraft.target.frozen import FrozenTarget
-from foredraft.target.interface import Interface
+from foredraft.target.interface import LAYERS, WEIGHTS, Interface
 from foredraft.tokens.shards import TokenShard, pack
 from tests.conftest import HIDDEN, TAPS, VOCABULARY, tiny_llama
 
@@ -82,6 +83,15 @@ def make_interface(target: FrozenTarget) -> Interface:
     norm = target.model.get_decoder().norm.weight
     embeddings = target.embeddings.weight.detach()
     return Interface(embeddings, embeddings, norm.detach(), layers, Manifest("target", facts=facts))
+
+
+def keep_interface(interface: Interface, folder: Path) -> Path:
+    """The same as an artefact that other processes can read."""
+    with publish(folder, interface.manifest) as building:
+        weights = {"embed_tokens.weight": interface.embed_tokens, "norm.weight": interface.norm}
+        save_file(weights, building / WEIGHTS)
+        save_file(interface.layers, building / LAYERS)
+    return folder
 
 
 def tiny_frozen() -> FrozenTarget:

@@ -6,7 +6,12 @@ first), and shares the scratch folder with the others. ``FOREDRAFT_PROCESSES`` s
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from foredraft.artifacts import ArtifactError, write_atomic
+
+REFUSED = "refused-"
 
 
 def process_count() -> int:
@@ -28,22 +33,24 @@ def node_count() -> int:
 
 
 def launch(
-    entry: Callable[[Any], None], job: Any, name: str, meeting: str, processes: int, nodes: int = 1, restarts: int = 0
+    entry: Callable[[Any], None], job: Any, name: str, scratch: Path, processes: int, nodes: int = 1, restarts: int = 0
 ) -> None:
     """Run ``entry(job)`` in ``processes`` processes of each machine and wait for all; see :func:`place` for who is who.
 
     When a process dies all of its group are started again, up to ``restarts`` times: work that is kept by piece loses
-    no more than the pieces in flight.
+    no more than the pieces in flight. What is wrong with the data or the params is told once, not tried again.
 
     Args:
         name: what the work is called, for messages.
+        scratch: the work's folder; machines that do the same work share it and meet under its name.
         nodes: machines that take part.
-        meeting: what only machines that do the same work call it.
 
     Raises:
-        ValueError: a process failed and no restart is left, or machines did not meet; names it and its last words.
+        ValueError: what a process refused; or one failed and no restart is left, machines did not meet, or the work was told
+            to stop. Names it and its last words.
     """
     from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -55,14 +62,22 @@ def launch(
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=processes,
-        run_id=f"{name}-{os.getpid()}" if nodes == 1 else f"{name}-{meeting}",
+        run_id=f"{name}-{os.getpid()}" if nodes == 1 else f"{name}-{scratch.name}",
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
         max_restarts=restarts,
     )
+    for old in scratch.glob(f"{REFUSED}*"):
+        old.unlink()
     try:
-        elastic_launch(config, entry)(job)
+        elastic_launch(config, _run_or_refuse)(entry, job, scratch)
+    except SignalException as error:
+        raise ValueError(
+            _refused(scratch) or f"{name}: told to stop; what is finished is kept: run it again"
+        ) from error
     except ChildFailedError as error:
+        if told := _refused(scratch):
+            raise ValueError(told) from error
         rank, failure = error.get_first_failure()
         told = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
         last = str(told).strip().splitlines()[-1:] or [f"exit code {failure.exitcode}"]
@@ -74,6 +89,22 @@ def launch(
             f"{name}: {nodes} machines did not meet at {endpoint} ({type(error).__name__}): is the first one there, and do "
             "all have the same params, code and data?"
         ) from error
+    if told := _refused(scratch):
+        raise ValueError(told)
+
+
+def _run_or_refuse(entry: Callable[[Any], None], job: Any, scratch: Path) -> None:
+    if _refused(scratch):
+        return  # started again because another one refused: it would be the same
+    try:
+        entry(job)
+    except (ValueError, ArtifactError) as error:
+        write_atomic(scratch / f"{REFUSED}{place()[0]}", str(error))
+        raise SystemExit(1) from error  # the others may wait for this one
+
+
+def _refused(scratch: Path) -> str:
+    return next((path.read_text(encoding="utf-8") for path in sorted(scratch.glob(f"{REFUSED}*"))), "")
 
 
 def rendezvous() -> str:

@@ -123,7 +123,7 @@ def our_first_block_logits(drafter: Drafter, target: FrozenTarget, prompt: list[
         mask = decoding_mask(anchor, choice.block_size, seen, torch.ones_like(seen).bool(), None)
         positions = (anchor + torch.arange(choice.block_size))[None]
         attention = {"full_attention": MaskedAttention(mask)}
-        hidden = drafter(target.embeddings(block), positions, drafter.read_context(taps, seen), attention)
+        hidden = drafter.fill(target.embeddings(block), positions, drafter.read_context(taps, seen), attention)
         return target.head(hidden[0, 1:])
 
 

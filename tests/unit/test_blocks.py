@@ -201,7 +201,7 @@ def test_no_gradient_from_features_at_or_after_an_anchor_nor_from_other_document
     positions = torch.cat([torch.arange(9), torch.arange(16)])
     context = drafter.read_context(features, positions[None])
     embeddings = torch.randn(1, blocks.counted.numel(), 16)
-    hidden = drafter(embeddings, blocks.positions.flatten()[None], context, attention_of(blocks, bounds))
+    hidden = drafter.fill(embeddings, blocks.positions.flatten()[None], context, attention_of(blocks, bounds))
     where = [(bounds[document], anchor) for document, found in enumerate(anchors) for anchor in found]
     for n, (start, anchor) in enumerate(where):
         (gradient,) = torch.autograd.grad(hidden[0, n * SIZE : (n + 1) * SIZE].sum(), features, retain_graph=True)
@@ -220,7 +220,7 @@ def test_a_block_among_others_equals_the_block_alone_and_as_decoded() -> None:
         blocks, bounds = row_of_documents([length], [[anchors[i] for i in chosen]])
         context = drafter.read_context(features, torch.arange(length)[None])
         inputs = embeddings[:, chosen].flatten(1, 2)
-        return drafter(inputs, blocks.positions.flatten()[None], context, attention_of(blocks, bounds))
+        return drafter.fill(inputs, blocks.positions.flatten()[None], context, attention_of(blocks, bounds))
 
     together = run([0, 1, 2]).unflatten(1, (3, SIZE))
     for n, anchor in enumerate(anchors):
@@ -231,7 +231,7 @@ def test_a_block_among_others_equals_the_block_alone_and_as_decoded() -> None:
         for kind, window in {"full_attention": None, "sliding_attention": 6}.items():
             mask = decoding_mask(torch.tensor([anchor]), SIZE, seen, torch.ones_like(seen).bool(), window)
             attention[kind] = MaskedAttention(mask)
-        decoded = drafter(embeddings[:, n], (anchor + torch.arange(SIZE))[None], context, attention)
+        decoded = drafter.fill(embeddings[:, n], (anchor + torch.arange(SIZE))[None], context, attention)
         torch.testing.assert_close(decoded[0], together[0, n])
 
 

@@ -130,4 +130,4 @@ def test_a_damaged_seal_speaks_for_nothing(tmp_path: Path) -> None:
 def test_machines_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("FOREDRAFT_RENDEZVOUS", endpoint)
     with pytest.raises(ValueError, match="several machines need host:port of the first one there"):
-        launch(print, None, "probe", "x", processes=1, nodes=2)
+        launch(print, None, "probe", Path("x"), processes=1, nodes=2)

@@ -46,18 +46,21 @@ def config(**changes: Any) -> TrainConfig:
         "head_rows": "occurring",
         "loss": LOSS,
         "periodic_tails": 1.0,
+        "optimizer": "adamw",
         "lr": 5e-3,
         "schedule": "cosine",
         "warmup": 0.1,
         "weight_decay": 0.01,
         "betas": (0.9, 0.95),
         "clip": 1.0,
+        "average": 0.0,
         "epochs": 4,
         "tokens_per_row": 100,
         "anchors_per_row": 32,
         "tokens_per_step": 100,
         "compute_dtype": "float32",
         "weights_dtype": "float32",
+        "parallel": "ddp",
         "seed": 1,
         "validate_every": 5,
         "validation_anchors": 16,
@@ -94,7 +97,7 @@ def all_blocks(embeddings: torch.Tensor, tokens: int = 0) -> RowSizes:
 def curve_of(trainer: Trainer, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     curve = trainer.run(Scratch(folder)).curve
-    return [{key: value for key, value in record.items() if key != "seconds"} for record in curve]
+    return [{key: value for key, value in record.items() if key not in ("seconds", "waited")} for record in curve]
 
 
 def test_a_run_learns(world: Any, tmp_path: Path) -> None:
@@ -152,7 +155,8 @@ def test_sums_pool_whatever_the_batch_and_its_padding(world: Any, weights: str) 
     documents = [0, 3, 7]
 
     def run(indices: list[int], tokens: int = 0) -> Any:
-        return run_row(drafter, data.row(indices, all_blocks(embeddings, tokens), 0), embeddings[5], head, loss)
+        row = data.row(indices, all_blocks(embeddings, tokens), 0)
+        return run_row(drafter, drafter.shape.choice, row, embeddings[5], head, loss)
 
     together, apart = run(documents, 200), [run([index]) for index in documents]
     torch.testing.assert_close(together.loss, sum(outcome.loss for outcome in apart))
@@ -186,7 +190,7 @@ def test_block_labels_are_those_of_the_whole_sequence(world: Any, labels: str, m
 
     monkeypatch.setattr("foredraft.training.objective.slot_losses", recording)
     head = Head.build(target.head.weight)
-    run_row(tiny_drafter(), row, embeddings[5], head, LOSS.model_copy(update={"labels": labels}))
+    run_row(tiny_drafter(), tiny_shape().choice, row, embeddings[5], head, LOSS.model_copy(update={"labels": labels}))
     assert asked[: len(expected)] == expected
     assert len(expected) == row.count == int(row.blocks.counted.sum())
 
@@ -257,10 +261,10 @@ def test_a_skipped_step_can_be_run_again(world: Any, tmp_path: Path, monkeypatch
     _, interface, folders = world
     trainer = Trainer(config(), tiny_shape(), interface, folders)
     (row,) = trainer.rows_of(0)
-    row.target_hidden[3, 1, 2] = float("inf")
+    row.stored[3, 1, 2] = float("inf")
     trainer.step(Progressed(), [row], Scratch(tmp_path))
     monkeypatch.setattr("foredraft.training.replay.read_interface", lambda _folder: interface)
-    result = CliRunner().invoke(replay, [str(tmp_path / "not-finite-00000001")], catch_exceptions=False)
+    result = CliRunner().invoke(replay, [str(tmp_path / "not-finite-00000001-0")], catch_exceptions=False)
     assert result.output.startswith(f"row 0: {', '.join(row.names)}")
     assert f"states: 1 of {row.target_hidden.numel()} not finite; embeddings: finite" in result.output
     assert "gradient of fc.weight:" in result.output
@@ -342,7 +346,9 @@ def test_repeated_tails_are_weighed_or_cut(world: Any) -> None:
     places = (rows[0.0].blocks.positions + 0)[rows[0.0].blocks.counted]
     assert int(places.max()) == end - 1
     outcomes = {
-        weight: run_row(tiny_drafter(), row, target.embeddings.weight[5], Head.build(target.head.weight), LOSS)
+        weight: run_row(
+            tiny_drafter(), tiny_shape().choice, row, target.embeddings.weight[5], Head.build(target.head.weight), LOSS
+        )
         for weight, row in rows.items()
     }
     assert outcomes[0.0].weight < outcomes[0.5].weight < outcomes[1.0].weight

@@ -17,7 +17,8 @@ from foredraft.drafter.config import DrafterShape
 class Drafter(nn.Module):
     """Block-diffusion drafter.
 
-    The context goes in once, by :meth:`read_context`, and can be kept; blocks are then filled by :meth:`forward`.
+    Training calls it as a whole. In decoding the context goes in once, by :meth:`read_context`, and is kept; blocks are
+    then filled by :meth:`fill`.
     """
 
     def __init__(self, shape: DrafterShape):
@@ -29,23 +30,19 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.choice.num_layers))
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
 
-    def read_context(self, target_hidden: Tensor, positions: Tensor) -> list[KeysValues]:
-        """Project the target's features for every layer.
-
-        Args:
-            target_hidden: ``(B, T, L, D)``.
-            positions: ``(B, T)``.
-        """
-        context = self.hidden_norm(linear(target_hidden.flatten(2), self.fc.weight))  # (B, T, D)
-        rotation = rotary(positions, self.shape.choice.head_dim, self.shape.rope_theta)
-        return [layer.read_context(context, rotation) for layer in self.layers]  # type: ignore[operator]
-
     def forward(
-        self, embeddings: Tensor, positions: Tensor, context: list[KeysValues], attention: dict[str, Attention]
+        self,
+        target_hidden: Tensor,
+        context_positions: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        attention: dict[str, Attention],
     ) -> Tensor:
-        """Fill blocks.
+        """Read the context and fill blocks.
 
         Args:
+            target_hidden: ``(B, T, L, D)``, the target's features.
+            context_positions: ``(B, T)``.
             embeddings: ``(B, Q, D)``, the target's embeddings of the ids in the slots.
             positions: ``(B, Q)``.
             attention: for each layer type in use.
@@ -53,11 +50,33 @@ class Drafter(nn.Module):
         Returns:
             hidden states for the target's LM head, ``(B, Q, D)``.
         """
-        rotation = rotary(positions, self.shape.choice.head_dim, self.shape.rope_theta)
-        hidden = embeddings
-        for layer, kind, kept in zip(self.layers, self.shape.choice.layer_types, context, strict=True):
-            hidden = layer(hidden, rotation, kept, attention[kind])
+        context, context_rotation = self.project_context(target_hidden), self.rotary(context_positions)
+        hidden, rotation = embeddings, self.rotary(positions)
+        for layer, kind in zip(self.layers, self.shape.choice.layer_types, strict=True):
+            hidden = layer(hidden, rotation, context, context_rotation, attention[kind])
         return self.norm(hidden)
+
+    def read_context(self, target_hidden: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Keys and values of every layer for the target's features ``(B, T, L, D)`` at ``positions (B, T)``."""
+        context, rotation = self.project_context(target_hidden), self.rotary(positions)
+        return [layer.read_context(context, rotation) for layer in self.layers]  # type: ignore[operator]
+
+    def fill(
+        self, embeddings: Tensor, positions: Tensor, context: list[KeysValues], attention: dict[str, Attention]
+    ) -> Tensor:
+        """Fill blocks over a context that was read before; otherwise as :meth:`forward`."""
+        hidden, rotation = embeddings, self.rotary(positions)
+        for layer, kind, kept in zip(self.layers, self.shape.choice.layer_types, context, strict=True):
+            hidden = layer.fill(hidden, rotation, kept, attention[kind])  # type: ignore[operator]
+        return self.norm(hidden)
+
+    def project_context(self, target_hidden: Tensor) -> Tensor:
+        """What every layer reads of the target: ``(B, T, L, D)`` -> ``(B, T, D)``."""
+        return self.hidden_norm(linear(target_hidden.flatten(2), self.fc.weight))
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """See :func:`rotary`."""
+        return rotary(positions, self.shape.choice.head_dim, self.shape.rope_theta)
 
     def compile_layers(self) -> None:
         """Compile what stands before and behind attention, forward and backward, for the few shapes that training has."""
@@ -78,8 +97,20 @@ class DrafterLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        context: Tensor,
+        context_rotation: tuple[Tensor, Tensor],
+        attention: Attention,
+    ) -> Tensor:
+        """Slots ``(B, Q, D)`` that read the context ``(B, T, D)``."""
+        return self.fill(hidden, rotation, self.read_context(context, context_rotation), attention)
+
+    def fill(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: KeysValues, attention: Attention
     ) -> Tensor:
+        """The same over keys and values that are there."""
         queries, own = self.project(hidden, rotation)
         return self.finish(hidden, attention(queries, context, own))
 

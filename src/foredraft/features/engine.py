@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from foredraft.artifacts import ArtifactError, Manifest, require_same_contract, write_atomic, write_json
+from foredraft.artifacts import Manifest, require_same_contract, write_json
 from foredraft.features.batching import ShardPlan, plan_shards
 from foredraft.features.checks import as_record, truth_check
 from foredraft.features.config import ExtractConfig
@@ -36,7 +36,6 @@ VERSIONS = ("torch", "transformers")
 RESTARTS = 3
 """How often the processes of a machine are started again when one died."""
 TRUTH = "truth.json"
-REFUSED = "refused-"
 
 
 @dataclass(frozen=True)
@@ -157,22 +156,15 @@ def read_all(job: Job, processes: int) -> None:
     if processes == 1 and node_count() == 1:
         read_share(job)
         return
-    for old in job.scratch.glob(f"{REFUSED}*"):
-        old.unlink()
-    launch(read_launched_share, job, f"extract-{job.name}", job.scratch.name, processes, node_count(), RESTARTS)
-    for refused in job.scratch.glob(f"{REFUSED}*"):
-        raise ValueError(refused.read_text(encoding="utf-8"))
+    launch(read_launched_share, job, f"extract-{job.name}", job.scratch, processes, node_count(), RESTARTS)
 
 
 def read_launched_share(job: Job) -> None:
-    """What a process does that PyTorch's launcher started; what is wrong with the data is told, not tried again."""
+    """What a process does that PyTorch's launcher started."""
     rank, _, device = place()
     if device is None:
         torch.set_num_threads(job.threads)
-    try:
-        read_share(job, rank, device)
-    except (ValueError, ArtifactError) as error:
-        write_atomic(job.scratch / f"{REFUSED}{rank}", str(error))
+    read_share(job, rank, device)
 
 
 def read_share(job: Job, rank: int | None = None, device: str | None = None) -> None:

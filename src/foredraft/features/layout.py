@@ -44,11 +44,17 @@ LARGEST_FLOAT8 = 448.0
 class Document:
     """One document's part of a shard; ``supervised`` are the positions that ``topk_*`` rows belong to, in order."""
 
-    target_hidden: Tensor  # (T, L, D)
+    stored: Tensor  # (T, L, D) as it lies in the file
+    scale: Tensor | None  # (T, L) by which float8 is to be multiplied
     input_ids: Tensor  # (T)
     loss_mask: Tensor  # (T)
     topk_ids: Tensor  # (M, K)
     topk_logprobs: Tensor  # (M, K)
+
+    @property
+    def target_hidden(self) -> Tensor:
+        """``(T, L, D)`` bfloat16."""
+        return self.stored if self.scale is None else dequantise(self.stored, self.scale)
 
 
 class FeatureShard:
@@ -102,12 +108,12 @@ class FeatureShard:
         return self._loss_mask
 
     def document(self, index: int) -> Document:
-        """Copy document ``index`` out of the map, its states in bfloat16."""
+        """Copy document ``index`` out of the map."""
         tokens = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         rows = slice(int(self._rows_before[index]), int(self._rows_before[index + 1]))
-        stored = self._file.get_slice("target_hidden")[tokens]
         return Document(
-            target_hidden=stored if self._scale is None else dequantise(stored, self._scale[tokens]),
+            stored=self._file.get_slice("target_hidden")[tokens],
+            scale=None if self._scale is None else self._scale[tokens],
             input_ids=self._input_ids[tokens].long(),
             loss_mask=self._loss_mask[tokens].bool(),
             topk_ids=self._topk_ids[rows].long(),

@@ -105,7 +105,7 @@ def _answer_all(job: Job, processes: int | None) -> None:
     if processes == 1:
         answer_share(job)
         return
-    launch(answer_launched_share, job, f"respond-{job.name}", job.scratch.name, processes)
+    launch(answer_launched_share, job, f"respond-{job.name}", job.scratch, processes)
 
 
 def answer_launched_share(job: Job) -> None:

@@ -56,7 +56,7 @@ class DFlashProposer:
             mask = decoding_mask(anchors, choice.block_size, self._positions, self._valid, window)
             attention[kind] = MaskedAttention(mask)
         positions = anchors[:, None] + torch.arange(choice.block_size, device=device)
-        hidden = self._drafter(self._target.embeddings(block), positions, self._context, attention)
+        hidden = self._drafter.fill(self._target.embeddings(block), positions, self._context, attention)
         return self._target.head(hidden[:, 1:]).argmax(-1).tolist()
 
 

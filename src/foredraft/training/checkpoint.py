@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
-
-from foredraft.drafter.model import Drafter
+from torch import Tensor
 
 NAME = "checkpoint"
+STATE = "state.json"
 
 
 @dataclass
@@ -26,23 +25,23 @@ class Progressed:
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save_checkpoint(
-    folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, progressed: Progressed, identity: dict[str, Any]
-) -> None:
+State = dict[str, dict[str, Tensor]]
+
+
+def save_checkpoint(folder: Path, state: State, progressed: Progressed, identity: dict[str, Any]) -> None:
     """Replace the checkpoint of the work folder; the old one is there until the new one is whole.
 
     Args:
+        state: what each file holds.
         identity: what a run must share with this one to go on from here; plain values.
     """
     building = folder / f"{NAME}-{progressed.step:08d}.tmp"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
-    save_file(drafter.state_dict(), building / "drafter.safetensors")
-    state = optimizer.state_dict()["state"]
-    moments = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}
-    save_file(moments, building / "optimizer.safetensors")
+    for name, tensors in state.items():
+        save_file(tensors, building / f"{name}.safetensors")
     state_of_run = {"identity": identity, "progressed": asdict(progressed)}
-    (building / "state.json").write_text(json.dumps(state_of_run), encoding="utf-8")
+    (building / STATE).write_text(json.dumps(state_of_run), encoding="utf-8")
     for path in building.iterdir():
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -51,30 +50,24 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def load_checkpoint(
-    folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
-) -> Progressed:
-    """Restore the newest complete checkpoint, exactly; without one, the start.
+def load_checkpoint(folder: Path, identity: dict[str, Any]) -> tuple[Progressed, State]:
+    """The newest complete checkpoint; without one, the start and nothing.
 
     Raises:
         ValueError: it is of another run; names what differs, with both values.
     """
     found = checkpoints(folder)
     if not found:
-        return Progressed()
-    told = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
+        return Progressed(), {}
+    told = json.loads((found[-1] / STATE).read_text(encoding="utf-8"))
     for key, mine in identity.items():
         if (theirs := told["identity"].get(key)) != mine:
             raise ValueError(
                 f"{found[-1]} was made with {key} = {theirs!r}, this run has {mine!r}: it cannot go on from there"
             )
-    drafter.load_state_dict(load_file(found[-1] / "drafter.safetensors"))
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in load_file(found[-1] / "optimizer.safetensors").items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return Progressed(**told["progressed"])
+    return Progressed(**told["progressed"]), {
+        path.stem: load_file(path) for path in sorted(found[-1].glob("*.safetensors"))
+    }
 
 
 def checkpoints(folder: Path) -> list[Path]:

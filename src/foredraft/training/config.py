@@ -20,6 +20,8 @@ class TrainConfig(Config):
     loss: LossConfig
     periodic_tails: float = Field(ge=0, le=1)
     """What tokens of an answer's tail that repeats itself weigh: 1 as all others, 0 nothing; then they are no anchors."""
+    optimizer: Literal["adamw", "muon"]
+    """AdamW; or Muon for matrices and AdamW for the rest."""
     lr: float = Field(gt=0)
     schedule: Literal["cosine", "wsd"]
     """After the warm-up: a cosine to zero, or constant and then linear to zero over the last fifth."""
@@ -30,6 +32,8 @@ class TrainConfig(Config):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
     clip: float = Field(gt=0)
     """Largest norm of the gradient."""
+    average: float = Field(ge=0, lt=1)
+    """Decay by step of an exponential moving average of the weights, which is then validated and published; 0: none."""
     epochs: int = Field(gt=0)
     tokens_per_row: int = Field(gt=0)
     """Tokens of a row, which documents are packed into: one forward pass."""
@@ -41,6 +45,8 @@ class TrainConfig(Config):
     """Of matrix products."""
     weights_dtype: Literal["bfloat16", "float32"]
     """Of the trained weights and of the optimiser's state. bfloat16 halves their memory; small updates are lost in it."""
+    parallel: Literal["ddp", "fsdp"]
+    """Over several GPUs: each holds all weights, or a share of the weights, gradients and optimiser's state."""
     seed: int
     validate_every: int = Field(gt=0)
     """Steps between validations. The weights with the most tokens per step on them are published."""
@@ -52,6 +58,8 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
+        if self.optimizer == "muon" and self.parallel == "fsdp":
+            raise ValueError("optimizer = muon needs whole matrices: parallel = ddp")
         if self.tokens_per_step % self.tokens_per_row:
             raise ValueError(
                 f"tokens_per_step = {self.tokens_per_step} is no multiple of tokens_per_row = {self.tokens_per_row}"

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from queue import Full, Queue
 from threading import Event, Thread
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from foredraft.artifacts import ArtifactError, Manifest, require_same_contract
 from foredraft.drafter.blocks import Blocks, anchor_budgets, anchor_candidates, build_blocks, draw_anchors
-from foredraft.features.layout import Document, FeatureShard, open_features
+from foredraft.features.layout import Document, FeatureShard, dequantise, open_features
 from foredraft.loops import periodic_tail
 
 AHEAD = 3
@@ -43,7 +43,7 @@ class Row:
     names: list[str]
     bounds: list[int]
     """Where each document begins, and where the last one ends; then, if there is padding, where that ends."""
-    target_hidden: Tensor  # (T, L, D)
+    stored: Tensor  # (T, L, D) states as the features hold them
     positions: Tensor  # (T), in each token's document
     embedded: Tensor  # (N, D) the target's embedding of the token at each block's anchor
     blocks: Blocks
@@ -54,6 +54,14 @@ class Row:
     topk_ids: Tensor  # (M, K) what the target said there
     topk_logprobs: Tensor  # (M, K)
     worth: Tensor  # (M) what each counts, beside its weight in the block
+    scale: Tensor | None = None  # (T, L) by which float8 is to be multiplied
+    counts: bool = True
+    """False for a stand-in: run so that all processes do alike, and worth nothing."""
+
+    @property
+    def target_hidden(self) -> Tensor:
+        """``(T, L, D)`` bfloat16, made where the row lies: float8 travels as float8."""
+        return self.stored if self.scale is None else dequantise(self.stored, self.scale)
 
     def to(self, device: torch.device) -> "Row":
         """The same on ``device``, copied beside the work that goes on there."""
@@ -110,9 +118,10 @@ class FeatureData:
         """
         shard, row = self._where[index]
         document = self.shards[shard].document(row)
-        largest = torch.linalg.vector_norm(
-            document.target_hidden, torch.inf, dim=-1
-        )  # of each token and tap, in one pass
+        # Of each token and tap, in one pass; a scale is that value but for a factor.
+        largest = (
+            torch.linalg.vector_norm(document.stored, torch.inf, dim=-1) if document.scale is None else document.scale
+        )
         if not bool((largest > 0).all() & largest.isfinite().all()):
             raise ArtifactError(
                 self.shards[shard].path, f"document {row} has zero or non-finite states", "rerun extract"
@@ -176,7 +185,8 @@ class FeatureData:
         return Row(
             names=[self.names[i] for i in indices],
             bounds=bounds + [bounds[-1] + padding] * (padding > 0),
-            target_hidden=_joined([document.target_hidden for document in documents], padding),
+            stored=_joined([document.stored for document in documents], padding),
+            scale=None if documents[0].scale is None else _joined([cast(Tensor, d.scale) for d in documents], padding),
             embedded=sizes.embeddings[ids[blocks.starts + blocks.anchors]],
             positions=torch.cat([torch.arange(self.lengths[i]) for i in indices] + [torch.arange(padding)]),
             blocks=blocks,

@@ -3,16 +3,15 @@
 Shapes: ``T`` tokens, ``N`` blocks, ``S`` slots, ``M`` counted slots, ``V`` rows of the head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foredraft.drafter.attention import training_attention
 from foredraft.drafter.blocks import block_inputs, leading_run
-from foredraft.drafter.config import LossConfig
+from foredraft.drafter.config import DrafterConfig, LossConfig
 from foredraft.drafter.loss import Answers, Terms, decay_weights, dpace_weights, equal_blocks, slot_losses
-from foredraft.drafter.model import Drafter
 from foredraft.training.data import Row
 
 
@@ -50,21 +49,33 @@ class Outcome:
     accepted: Tensor
     blocks: Tensor
 
+    def nothing(self) -> "Outcome":
+        """The same sums, all zero, and so their gradients."""
+        return Outcome(*(0 * getattr(self, field.name) for field in fields(self)))
 
-def run_row(drafter: Drafter, row: Row, mask: Tensor, head: Head, config: LossConfig) -> Outcome:
+    def flat(self) -> Tensor:
+        """All in one, float64, for adding up: loss, weight, accepted, blocks, then correct and counted by slot."""
+        singles = torch.stack([x.double() for x in (self.loss, self.weight, self.accepted, self.blocks)])
+        return torch.cat([singles, self.correct.double(), self.counted.double()])
+
+
+def run_row(
+    drafter: nn.Module, choice: DrafterConfig, row: Row, mask: Tensor, head: Head, config: LossConfig
+) -> Outcome:
     """Fill all blocks of a row and weigh their losses.
 
     Args:
+        drafter: a :class:`~foredraft.drafter.model.Drafter`, or what stands for it where several processes train one.
         mask: the target's embedding of the mask token, ``(D)``.
     """
-    blocks, choice = row.blocks, drafter.shape.choice
+    blocks = row.blocks
     inputs = block_inputs(row.embedded.to(mask.dtype), mask, choice.block_size)
-    context = drafter.read_context(row.target_hidden[None].to(mask.dtype), row.positions[None])
     attention = {
         kind: training_attention(blocks, row.bounds, None if kind == "full_attention" else choice.sliding_window)
         for kind in set(choice.layer_types)
     }
-    hidden = drafter(inputs.flatten(0, 1)[None], blocks.positions.flatten()[None], context, attention)[0]
+    states, places = row.target_hidden[None].to(mask.dtype), blocks.positions.flatten()[None]
+    hidden = drafter(states, row.positions[None], inputs.flatten(0, 1)[None], places, attention)[0]
 
     labels = row.topk_ids[:, 0] if config.labels == "target_argmax" else row.data_ids
     answers = Answers(head.row_of[labels], head.row_of[row.topk_ids], row.topk_logprobs)
@@ -79,7 +90,7 @@ def run_row(drafter: Drafter, row: Row, mask: Tensor, head: Head, config: LossCo
         weights = equal_blocks(weights)
     weights = weights * _spread(row.worth, row)
     correct = _spread(losses.guess == answers.labels, row)
-    return Outcome(
+    outcome = Outcome(
         loss=(weights.flatten()[row.slots[: row.count]] * losses.loss[: row.count]).sum(),
         weight=weights.sum(),
         correct=correct.sum(0),
@@ -87,6 +98,7 @@ def run_row(drafter: Drafter, row: Row, mask: Tensor, head: Head, config: LossCo
         accepted=leading_run(correct, blocks.counted).sum(),
         blocks=blocks.exists.sum(),
     )
+    return outcome if row.counts else outcome.nothing()
 
 
 def _spread(values: Tensor, row: Row) -> Tensor:

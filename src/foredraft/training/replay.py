@@ -21,26 +21,25 @@ from foredraft.training.config import TrainConfig
 from foredraft.training.data import Row
 from foredraft.training.learner import Learner
 from foredraft.training.objective import Head
+from foredraft.training.ranks import Ranks
 
 
-def keep_for_replay(scratch: Path, step: int, learner: Learner, rows: list[Row]) -> Path:
-    """Write the weights, which the step did not change, and its rows; returns the folder."""
-    folder = scratch / f"not-finite-{step:08d}"
+def keep_for_replay(folder: Path, learner: Learner, rows: list[Row]) -> None:
+    """Write the weights, which the step did not change, and this process's rows of it."""
     folder.mkdir(exist_ok=True)
-    save_file(learner.drafter.state_dict(), folder / "drafter.safetensors")
+    save_file(learner.weights(), folder / "drafter.safetensors")
     plain = []
     for number, row in enumerate(rows):
         parts = {**vars(row), **{f"blocks.{key}": value for key, value in vars(row.blocks).items()}}
         tensors = {key: value.contiguous().cpu() for key, value in parts.items() if isinstance(value, Tensor)}
         save_file(tensors, folder / f"row-{number}.safetensors")
-        plain.append({"names": row.names, "bounds": row.bounds, "count": row.count})
+        plain.append({"names": row.names, "bounds": row.bounds, "count": row.count, "counts": row.counts})
     described = {
         "config": learner.config.model_dump(mode="json"),
         "shape": learner.drafter.shape.model_dump(mode="json"),
         "rows": plain,
     }
     (folder / "step.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
-    return folder
 
 
 def read_row(path: Path, plain: dict[str, Any]) -> Row:
@@ -61,10 +60,10 @@ def main(folder: Path, target: Path) -> None:
     drafter.load_state_dict(load_file(folder / "drafter.safetensors"))
     interface = read_interface(target)
     mask = interface.embed_tokens[config.drafter.mask_token_id]
-    learner = Learner(config, drafter, Head.build(interface.lm_head), mask, torch.device("cpu"))
+    learner = Learner(config, drafter, Head.build(interface.lm_head), mask, Ranks(torch.device("cpu")))
     for number, plain in enumerate(described["rows"]):
         row = read_row(folder / f"row-{number}.safetensors", plain)
-        learner.optimizer.zero_grad(set_to_none=True)
+        drafter.zero_grad(set_to_none=True)
         outcome = learner.run(row, learner.head)
         outcome.loss.backward()
         print(f"row {number}: {', '.join(row.names)}")

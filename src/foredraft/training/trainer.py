@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from foredraft.artifacts import (
 from foredraft.devices import default_device
 from foredraft.drafter.config import DrafterShape
 from foredraft.drafter.model import Drafter
+from foredraft.launch import launch, node_count, place, process_count
 from foredraft.layouts.zlab import WEIGHTS as ZLAB_WEIGHTS
 from foredraft.progress import Progress
 from foredraft.provenance import commit
@@ -37,13 +38,16 @@ from foredraft.training.checkpoint import Progressed, load_checkpoint, save_chec
 from foredraft.training.config import TrainConfig
 from foredraft.training.data import FeatureData, Row, RowSizes, ahead, open_all_features
 from foredraft.training.initialise import initialise
-from foredraft.training.learner import Learner
+from foredraft.training.learner import Learner, Step
 from foredraft.training.objective import Head, Outcome
 from foredraft.training.optim import learning_rate
+from foredraft.training.ranks import Ranks
 from foredraft.training.replay import keep_for_replay
 
 WEIGHTS = "drafter.safetensors"
 SHAPE = "shape.json"
+RESTARTS = 3
+"""How often the processes of a machine are started again, from the last checkpoint, when one died."""
 
 
 class Trainer:
@@ -56,8 +60,10 @@ class Trainer:
         interface: Interface,
         folders: dict[str, Path],
         identity: dict[str, Any] | None = None,
+        ranks: Ranks | None = None,
     ):
         self.config, self.identity = config, identity or {}
+        self.ranks = ranks or Ranks(torch.device(default_device()))
         self.train_data = FeatureData(folders, "train")
         self.validation_data = FeatureData(folders, "validation")
         for split, data in {"train": self.train_data, "validation": self.validation_data}.items():
@@ -66,14 +72,16 @@ class Trainer:
             if max(data.supervised) < 2:
                 raise ValueError(f"no {split} document has two supervised tokens: there is nothing to guess")
         check_mask_token(config.drafter.mask_token_id, self.train_data, interface.manifest.facts)
-        device, dtype = torch.device(default_device()), getattr(torch, config.compute_dtype)
+        dtype = getattr(torch, config.compute_dtype)
         rows = self.train_data.answer_ids() if config.head_rows == "occurring" else None
         drafter = Drafter(shape)
         initialise(drafter, config.start, interface, torch.Generator().manual_seed(config.seed))
         embeddings = interface.embed_tokens.to(dtype)
         mask = embeddings[config.drafter.mask_token_id]
-        self.learner = Learner(config, drafter, Head.build(interface.lm_head, rows), mask, device)
-        self.full_head = self.learner.head if rows is None else Head.build(interface.lm_head).to(device, dtype)
+        self.learner = Learner(config, drafter, Head.build(interface.lm_head, rows), mask, self.ranks)
+        self.full_head = self.learner.head
+        if rows is not None:
+            self.full_head = Head.build(interface.lm_head).to(self.ranks.device, dtype)
         block = config.drafter.block_size
         self.sizes = RowSizes(config.tokens_per_row, config.anchors_per_row, block, embeddings, config.periodic_tails)
         self.plan = plan_steps(self.train_data, config)
@@ -84,38 +92,44 @@ class Trainer:
         Raises:
             ValueError: told to stop (SIGTERM), after what is done was kept; or see :meth:`step`.
         """
-        learner, config = self.learner, self.config
-        progressed = load_checkpoint(scratch.path, learner.drafter, learner.optimizer, self.identity)
-        steps = self.plan[progressed.step :]
-        made = (partial(self.train_data.row, documents, self.sizes, seed) for step in steps for seed, documents in step)
-        rows = ahead(made, learner.device)
-        with told_to_stop() as stop, Progress("train", len(self.plan), "steps", done=progressed.step) as progress:
-            for step in steps:
+        config, ranks = self.config, self.ranks
+        progressed, state = load_checkpoint(scratch.path, self.identity)
+        if state:
+            self.learner.restore(state)
+        shares = [ranks.share(step) for step in self.plan[progressed.step :]]
+        made = (partial(self.make_row, planned, counts) for share in shares for planned, counts in share)
+        rows = ahead(made, ranks.device)
+        title = "train" if ranks.rank == 0 else f"train-{ranks.rank}"
+        with told_to_stop() as stop, Progress(title, len(self.plan), "steps", done=progressed.step) as progress:
+            for share in shares:
                 started = time.perf_counter()
-                record = self.step(progressed, list(islice(rows, len(step))), scratch)
-                record["seconds"] = time.perf_counter() - started
+                mine = list(islice(rows, len(share)))
+                waited = time.perf_counter() - started
+                record = self.step(progressed, mine, scratch)
+                record |= {"seconds": time.perf_counter() - started, "waited": waited}
                 progressed.step += 1
                 last = progressed.step == len(self.plan)
                 if last or progressed.step % config.validate_every == 0:
-                    progressed.validation = self.validate()
-                    record |= {
-                        f"val_{key}": value for key, value in progressed.validation.items() if key != "accuracy_by_slot"
-                    }
-                    self._keep_best(progressed, record, scratch)
-                    self._say_if_nothing_is_learned(progressed)
+                    record |= self._validate_and_keep_best(progressed, scratch)
                 progressed.curve.append(record)
-                if last or stop.is_set() or progressed.step % config.checkpoint_every == 0:
-                    save_checkpoint(scratch.path, learner.drafter, learner.optimizer, progressed, self.identity)
+                stopping = ranks.any(stop.is_set())
+                if last or stopping or progressed.step % config.checkpoint_every == 0:
+                    self._save(progressed, scratch)
                 progress.advance(1, note=f"loss {record['loss']:.3f}")
-                if stop.is_set() and not last:
+                if stopping and not last:
                     raise ValueError(
                         f"told to stop at step {progressed.step} of {len(self.plan)}, which is kept: run it again"
                     )
         return progressed
 
     def rows_of(self, step: int) -> list[Row]:
-        """The rows of a step of the plan."""
-        return [self.train_data.row(documents, self.sizes, seed) for seed, documents in self.plan[step]]
+        """This process's rows of a step of the plan."""
+        return [self.make_row(planned, counts) for planned, counts in self.ranks.share(self.plan[step])]
+
+    def make_row(self, planned: tuple[int, list[int]], counts: bool) -> Row:
+        """A row of the plan: the seed of its anchors, and its documents."""
+        seed, documents = planned
+        return replace(self.train_data.row(documents, self.sizes, seed), counts=counts)
 
     def step(self, progressed: Progressed, rows: list[Row], scratch: Scratch | None = None) -> dict[str, Any]:
         """One optimiser step; its record for the curve.
@@ -130,17 +144,7 @@ class Trainer:
         step = self.learner.learn(rows, rate)
         if step.culprit is not None:
             progressed.skipped += 1
-            names = ", ".join(name for row in rows for name in row.names)
-            told = (
-                f"step {progressed.step + 1}: loss {step.loss}, gradient norm {step.norm}, first in {step.culprit}; "
-                f"{progressed.skipped} steps skipped; documents {names}"
-            )
-            if scratch is not None:
-                kept = keep_for_replay(scratch.path, progressed.step + 1, self.learner, rows)
-                told += f"; to look into it: python -m foredraft.training.replay {kept}"
-            print(f"train: {told}", file=sys.stderr)
-            if progressed.skipped > self.config.max_skipped_steps:
-                raise ValueError(told)
+            self._tell_of_a_skipped_step(step, progressed, rows, scratch)
         return {
             "step": progressed.step + 1,
             "loss": step.loss,
@@ -151,30 +155,67 @@ class Trainer:
         }
 
     @torch.no_grad()
-    def validate(self) -> dict[str, Any]:
-        """Loss and acceptance on held-out documents: the same code, all rows of the head, fixed anchors."""
-        rows = self.validation_data.epoch(self.config.seed, 0, self.config.tokens_per_row)
-        sizes = replace(self.sizes, anchors=max(1, self.config.validation_anchors // len(rows)))
-        made = (partial(self.validation_data.row, documents, sizes, number) for number, documents in enumerate(rows))
-        return pooled([self.learner.run(row, self.full_head) for row in ahead(made, self.learner.device)])
+    def validate(self, anchors: int | None = None) -> dict[str, Any]:
+        """Loss and acceptance on held-out documents: the same code, all rows of the head, fixed anchors.
 
-    def _say_if_nothing_is_learned(self, progressed: Progressed) -> None:
+        Args:
+            anchors: in all; by default as many as the params say.
+        """
+        rows = list(enumerate(self.validation_data.epoch(self.config.seed, 0, self.config.tokens_per_row)))
+        wanted = self.config.validation_anchors if anchors is None else anchors
+        sizes = replace(self.sizes, anchors=max(1, wanted // len(rows)))
+        shared = self.ranks.share(rows)
+        made = (partial(self.validation_data.row, documents, sizes, number) for (number, documents), _ in shared)
+        run = (self.learner.run(row, self.full_head) for row in ahead(made, self.ranks.device))
+        outcomes = [o if counts else o.nothing() for o, (_, counts) in zip(run, shared, strict=True)]
+        return pooled(outcomes, self.ranks)
+
+    def _validate_and_keep_best(self, progressed: Progressed, scratch: Scratch) -> dict[str, Any]:
+        with self.learner.averaged():
+            found = self.validate()
+            # Of equal ones the later: it has learned more that the validation is too small to show.
+            if not progressed.best or found["tokens_per_step"] >= progressed.best["tokens_per_step"]:
+                weights = self.learner.weights()
+                if self.ranks.rank == 0:
+                    scratch.write(WEIGHTS, lambda path: save_file(weights, path))
+                progressed.best = {"step": progressed.step, "tokens_per_step": found["tokens_per_step"]}
+        progressed.validation = found
         after_warm_up = progressed.step > self.config.warmup * len(self.plan)
-        if after_warm_up and progressed.validation["accepted_per_step"] == 0:
-            blocks = progressed.validation["blocks"]
-            rows, all_rows = (len(head.rows) for head in (self.learner.head, self.full_head))
-            print(
-                f"train: step {progressed.step}: not one draft of {blocks} held-out blocks is right. If that stays so: are "
-                "the answers the target's own, the taps those of the features, the rate too high, or is there too little "
-                f"data for train.head_rows = {self.config.head_rows} ({rows} of {all_rows} rows)?",
-                file=sys.stderr,
-            )
+        if after_warm_up and found["accepted_per_step"] == 0 and self.ranks.rank == 0:
+            self._say_that_nothing_is_learned(progressed)
+        return {f"val_{key}": value for key, value in found.items() if key != "accuracy_by_slot"}
 
-    def _keep_best(self, progressed: Progressed, record: dict[str, Any], scratch: Scratch) -> None:
-        # Of equal ones the later: it has learned more that the validation is too small to show.
-        if not progressed.best or record["val_tokens_per_step"] >= progressed.best["tokens_per_step"]:
-            scratch.write(WEIGHTS, lambda path: save_file(self.learner.drafter.state_dict(), path))
-            progressed.best = {"step": progressed.step, "tokens_per_step": record["val_tokens_per_step"]}
+    def _save(self, progressed: Progressed, scratch: Scratch) -> None:
+        state = self.learner.state()
+        if self.ranks.rank == 0:
+            save_checkpoint(scratch.path, state, progressed, self.identity)
+
+    def _tell_of_a_skipped_step(
+        self, step: Step, progressed: Progressed, rows: list[Row], scratch: Scratch | None
+    ) -> None:
+        names = ", ".join(self.ranks.gather([name for row in rows if row.counts for name in row.names]))
+        told = (
+            f"step {progressed.step + 1}: loss {step.loss}, gradient norm {step.norm}, first in {step.culprit}; "
+            f"{progressed.skipped} steps skipped; documents {names}"
+        )
+        if scratch is not None:
+            folder = scratch.path / f"not-finite-{progressed.step + 1:08d}-{self.ranks.rank}"
+            keep_for_replay(folder, self.learner, rows)
+            told += f"; to look into it: python -m foredraft.training.replay {folder}"
+        if self.ranks.rank == 0:
+            print(f"train: {told}", file=sys.stderr)
+        if progressed.skipped > self.config.max_skipped_steps:
+            raise ValueError(told)
+
+    def _say_that_nothing_is_learned(self, progressed: Progressed) -> None:
+        blocks = progressed.validation["blocks"]
+        rows, all_rows = (len(head.rows) for head in (self.learner.head, self.full_head))
+        print(
+            f"train: step {progressed.step}: not one draft of {blocks} held-out blocks is right. If that stays so: are "
+            "the answers the target's own, the taps those of the features, the rate too high, or is there too little "
+            f"data for train.head_rows = {self.config.head_rows} ({rows} of {all_rows} rows)?",
+            file=sys.stderr,
+        )
 
 
 @contextmanager
@@ -192,27 +233,25 @@ def told_to_stop() -> Iterator[Event]:
 
 
 def plan_steps(data: FeatureData, config: TrainConfig) -> list[list[tuple[int, list[int]]]]:
-    """For every step of the run its rows: the seed of a row's anchors, and its documents."""
-    steps: list[list[tuple[int, list[int]]]] = []
+    """For every step of the run its rows: the seed of a row's anchors, and its documents. The last step may be short."""
+    rows: list[tuple[int, list[int]]] = []
     for epoch in range(config.epochs):
-        rows = data.epoch(config.seed, epoch, config.tokens_per_row)
-        seeded = [((config.seed * 1_000_003 + epoch) * 1_000_003 + number, row) for number, row in enumerate(rows)]
-        steps += [seeded[i : i + config.rows_per_step] for i in range(0, len(seeded), config.rows_per_step)]
-    return steps
+        packed = data.epoch(config.seed, epoch, config.tokens_per_row)
+        rows += [((config.seed * 1_000_003 + epoch) * 1_000_003 + number, row) for number, row in enumerate(packed)]
+    return [rows[i : i + config.rows_per_step] for i in range(0, len(rows), config.rows_per_step)]
 
 
-def pooled(outcomes: list[Outcome]) -> dict[str, Any]:
+def pooled(outcomes: list[Outcome], ranks: Ranks) -> dict[str, Any]:
     """Numbers of a whole set, from sums and counts."""
-    counted = torch.stack([outcome.counted for outcome in outcomes]).sum(0)
-    correct = torch.stack([outcome.correct for outcome in outcomes]).sum(0)
-    accepted, blocks = (int(sum(getattr(o, key) for o in outcomes)) for key in ("accepted", "blocks"))
-    weight = sum(float(outcome.weight) for outcome in outcomes)
+    sums = ranks.sum(torch.stack([outcome.flat() for outcome in outcomes]).sum(0)).tolist()
+    loss, weight, accepted, blocks, *by_slot = sums
+    correct, counted = by_slot[: len(by_slot) // 2], by_slot[len(by_slot) // 2 :]
     return {
-        "loss": sum(float(outcome.loss) for outcome in outcomes) / max(weight, 1e-12),
+        "loss": loss / max(weight, 1e-12),
         "tokens_per_step": 1 + accepted / max(1, blocks),
         "accepted_per_step": accepted / max(1, blocks),
-        "blocks": blocks,
-        "accuracy_by_slot": (correct[1:] / counted[1:].clamp(min=1)).tolist(),
+        "blocks": int(blocks),
+        "accuracy_by_slot": [right / max(1, all_) for right, all_ in zip(correct[1:], counted[1:], strict=True)],
     }
 
 
@@ -231,11 +270,20 @@ def check_mask_token(mask_token_id: int, data: FeatureData, facts: dict[str, Any
         raise ValueError(f"{key}: that id occurs in the data; choose a row that they never use")
 
 
-def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Path, metrics: Path, curve: Path) -> None:
+def train(
+    config: TrainConfig,
+    features: dict[str, Path],
+    target: Path,
+    out: Path,
+    metrics: Path,
+    curve: Path,
+    join: bool = False,
+) -> None:
     """Train on the features of all sources and publish the ``drafter`` artefact, its metrics and its curve.
 
     Args:
         features: folder of each source.
+        join: help another machine that does this, on the scratch folder of both, and leave publishing to it.
 
     Raises:
         ArtifactError: an input is missing, damaged, or of another contract.
@@ -266,20 +314,70 @@ def train(config: TrainConfig, features: dict[str, Path], target: Path, out: Pat
         "target": contract["target"],
         "data": {source: manifest.fingerprint for source, manifest in manifests.items()},
     }
-    with open_scratch("train", key) as scratch:
-        trainer = Trainer(config, shape, interface, features, identity)
-        progressed = trainer.run(scratch)
+    if join and node_count() == 1:
+        raise ValueError("--join helps another machine: set FOREDRAFT_NODES and FOREDRAFT_RENDEZVOUS as there")
+    with open_scratch("train", key, shared=join) as scratch:
+        job = Job(config, shape, features, target, identity, scratch.path, torch.get_num_threads())
+        processes = process_count()
+        if processes == 1 and node_count() == 1:
+            train_share(job, Ranks(torch.device(default_device())))
+        else:
+            launch(train_launched_share, job, "train", scratch.path, processes, node_count(), RESTARTS)
+        if join:
+            return
+        progressed, state = load_checkpoint(scratch.path, identity)
         scratch.write(SHAPE, lambda path: path.write_text(shape.model_dump_json(indent=1) + "\n", encoding="utf-8"))
         choice = config.drafter
+        counts = {split: len(FeatureData(features, split)) for split in ("train", "validation")}
         manifest = Manifest(
             "drafter",
             contract={**contract, "block_size": choice.block_size, "mask_token_id": choice.mask_token_id},
-            counts={"documents": len(trainer.train_data), "validation_documents": len(trainer.validation_data)},
+            counts={"documents": counts["train"], "validation_documents": counts["validation"]},
             facts={"best": progressed.best},
         )
         scratch.publish(out, manifest, [WEIGHTS, SHAPE])
-    write_json(metrics, summary(progressed, trainer))
+    parameters = sum(tensor.numel() for tensor in state["drafter"].values())
+    write_json(metrics, summary(progressed, counts["train"], parameters))
     write_atomic(curve, curve_csv(progressed.curve))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process that trains needs to know; plain values, since it travels to other processes.
+
+    Attributes:
+        target: the artefact's folder.
+        threads: of each process on a CPU, where the last bit depends on them.
+    """
+
+    config: TrainConfig
+    shape: DrafterShape
+    features: dict[str, Path]
+    target: Path
+    identity: dict[str, Any]
+    scratch: Path
+    threads: int
+
+
+def train_launched_share(job: Job) -> None:
+    """What a process does that PyTorch's launcher started."""
+    rank, world, cuda = place()
+    device = torch.device(cuda or "cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(job.threads)
+    torch.distributed.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    try:
+        train_share(job, Ranks(device, rank, world))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def train_share(job: Job, ranks: Ranks) -> None:
+    """This process's part of the training, to the end; the last checkpoint tells how it went."""
+    trainer = Trainer(job.config, job.shape, read_interface(job.target), job.features, job.identity, ranks)
+    trainer.run(Scratch(job.scratch))
 
 
 def started_from(config: TrainConfig) -> str | None:
@@ -296,17 +394,18 @@ def started_from(config: TrainConfig) -> str | None:
     return file_digest(weights)
 
 
-def summary(progressed: Progressed, trainer: Trainer) -> dict[str, Any]:
+def summary(progressed: Progressed, documents: int, parameters: int) -> dict[str, Any]:
     """What ``dvc metrics show`` shows of a run."""
     last = progressed.curve[-1]
-    seconds = sum(record["seconds"] for record in progressed.curve)
+    seconds, waited = (sum(record[key] for record in progressed.curve) for key in ("seconds", "waited"))
     return {
         "loss": last["loss"],
         "steps": progressed.step,
         "skipped_steps": progressed.skipped,
-        "documents": len(trainer.train_data),
-        "parameters": sum(p.numel() for p in trainer.learner.drafter.parameters()),
+        "documents": documents,
+        "parameters": parameters,
         "anchors_per_second": sum(record["anchors"] for record in progressed.curve) / seconds,
+        "waited_for_data": waited / seconds,
         "best_step": progressed.best["step"],
         "val": progressed.validation,
         "commit": commit(),

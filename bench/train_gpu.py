@@ -151,9 +151,9 @@ def make_row(seed: int) -> Any:
 
 def truth() -> dict[str, Any]:
     """Loss and gradients of a small drafter in float32: on the GPU, and by the dense reference on the CPU."""
-    from foredraft.training.ranks import Ranks
     from foredraft.drafter.blocks import anchor_candidates, build_blocks, draw_anchors
     from foredraft.training.data import Row
+    from foredraft.training.ranks import Ranks
 
     global HIDDEN, VOCABULARY
     HIDDEN, VOCABULARY = 256, 5000

@@ -81,6 +81,7 @@ def make_learner(weights: str, ranks: Any, parallel: str = "ddp", **changes: Any
         start="random",
         head_rows="full",
         loss=loss,
+        periodic_tails=1.0,
         optimizer="adamw",
         lr=6e-4,
         schedule="cosine",

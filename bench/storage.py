@@ -78,7 +78,7 @@ def train_and_decode(
 ) -> dict[str, float]:
     """Train a drafter and decode with it; gives tokens per step, teacher-forced and generated."""
     folder.mkdir()
-    train(config, features, DATA / "target", folder / "drafter", folder / "train.json", folder / "train.csv")
+    train(config, features, DATA / "target", folder / "drafter", folder / "train.json", folder / "live")
     export(load_section(PARAMS, "export", ExportConfig), folder / "drafter", DATA / "target", folder / "export")
     drafter = read_zlab(folder / "export/zlab", frozen.embeddings.weight.dtype)
     interface = DATA / "target"

@@ -101,6 +101,7 @@ def make_learner(weights: str, ranks: Any, parallel: str = "ddp", **changes: Any
         validate_every=1000,
         validation_anchors=512,
         checkpoint_every=1000,
+        tracker=None,
         max_skipped_steps=0,
     )
     shape = DrafterShape(

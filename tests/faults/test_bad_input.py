@@ -92,8 +92,8 @@ def test_a_damaged_features_folder(smoke: Workspace, tmp_path: Path, harm: objec
         out,
         "--metrics",
         metrics,
-        "--curve",
-        tmp_path / "c.csv",
+        "--live",
+        tmp_path / "live",
     ]
     output = smoke.run("python", "-m", "stages.train", *map(str, arguments), fails=True)
     line = last_line(output)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-OUTPUTS = {"--out", "--metrics", "--plot", "--curve"}
+OUTPUTS = {"--out", "--metrics", "--plot", "--live"}
 
 
 def main(arguments: list[str]) -> None:
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
                 seen.update(file.read_bytes() if file.is_file() else b"")
     for flag, path in paths.items():
         if flag in OUTPUTS:
-            if flag == "--out":
+            if flag in ("--out", "--live"):
                 path.mkdir(parents=True, exist_ok=True)
                 path /= "content"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -149,7 +149,7 @@ def test_work_under_other_params_is_never_taken_up(smoke: Workspace, fresh_scrat
 def test_training_ends_in_the_same_weights(smoke: Workspace, fresh_scratch: Path, tmp_path: Path) -> None:
     out = tmp_path / "drafter"
     places = ["--features", "data/features", "--target", "data/target", "--out", str(out)]
-    files = ["--metrics", str(tmp_path / "train.json"), "--curve", str(tmp_path / "train.csv")]
+    files = ["--metrics", str(tmp_path / "train.json"), "--live", str(tmp_path / "train")]
     arguments = ["stages.train", *places, *files]
     kill_when(smoke, arguments, fresh_scratch, "train/*/checkpoint-*[0-9]")
     assert not out.exists()

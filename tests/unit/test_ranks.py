@@ -35,7 +35,9 @@ def job_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(folder: Path, scratch: Path, **changes: Any) -> Job:
     scratch.mkdir(exist_ok=True)
-    return Job(config(**ROWS | changes), tiny_shape(), {"code": folder / "code"}, folder / "target", {}, scratch, 1)
+    return Job(
+        config(**ROWS | changes), tiny_shape(), {"code": folder / "code"}, folder / "target", {}, scratch, None, 1
+    )
 
 
 def trained(job: Job, processes: int) -> tuple[Progressed, dict[str, dict[str, torch.Tensor]]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
@@ -65,6 +66,7 @@ def config(**changes: Any) -> TrainConfig:
         "validate_every": 5,
         "validation_anchors": 16,
         "checkpoint_every": 3,
+        "tracker": None,
         "max_skipped_steps": 1,
     }
     return TrainConfig(**settings | changes)
@@ -406,3 +408,47 @@ def test_schedules_warm_up_and_end_low() -> None:
         assert math.isclose(max(rates), config().lr)
         assert rates[-1] < 0.06 * config().lr
         assert rates[20:] == sorted(rates[20:], reverse=True)
+
+
+@pytest.mark.parametrize("tracker", [None, "tensorboard"])
+def test_curves_of_a_run_that_went_on_are_those_of_one_that_never_stopped(
+    world: Any, tmp_path: Path, tracker: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DVCLive's files to the byte; TensorBoard's points once each, though steps behind the checkpoint were told twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    _, interface, folders = world
+    arguments = (config(tracker=tracker), tiny_shape(), interface, folders)
+
+    class Live(Stopping):
+        def __init__(self, name: str, at: int = 10**6):
+            super().__init__(*arguments, at=at)
+            self.live = tmp_path / name
+
+    curve = Live("whole").run(Scratch(new(tmp_path / "a"))).curve
+    with pytest.raises(KeyboardInterrupt):
+        Live("cut", at=11).run(Scratch(new(tmp_path / "b")))
+    Live("cut").run(Scratch(tmp_path / "b"))
+    files = {path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()}
+    assert {Path(f"plots/metrics/{name}.tsv") for name in ("loss", "lr", "val_tokens_per_step")} < files
+    for file in files:
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
+    losses = pd.read_csv(tmp_path / "cut/plots/metrics/loss.tsv", sep="\t")
+    assert losses["loss"].tolist() == [record["loss"] for record in curve]
+    if tracker:
+        events = EventAccumulator(str(tmp_path / "b/tensorboard"))
+        events.Reload()
+        told = [(event.step, event.value) for event in events.Scalars("train/loss")]
+        assert told == [(record["step"], pytest.approx(record["loss"], rel=1e-6)) for record in curve]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_work(world: Any) -> None:
+    _, interface, folders = world
+    with pytest.raises(ValueError, match="train.tracker = wandb: that package is not here: pip install wandb"):
+        Trainer(config(tracker="wandb"), tiny_shape(), interface, folders)
+
+
+def new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -53,6 +53,8 @@ class TrainConfig(Config):
     validation_anchors: int = Field(gt=0)
     checkpoint_every: int = Field(gt=0)
     """Steps between checkpoints; a killed run goes on from the last complete one."""
+    tracker: Literal["tensorboard", "wandb"] | None
+    """Where the curve is told beside DVCLive's files; that package is to be installed."""
     max_skipped_steps: int = Field(ge=0)
     """Stop after this many steps with a non-finite loss or gradient."""
 

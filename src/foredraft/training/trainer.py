@@ -1,7 +1,5 @@
 """The ``train`` stage: features -> a drafter, exactly resumable."""
 
-import csv
-import io
 import signal
 import sys
 import time
@@ -22,7 +20,6 @@ from foredraft.artifacts import (
     Manifest,
     file_digest,
     require_same_contract,
-    write_atomic,
     write_json,
 )
 from foredraft.devices import default_device
@@ -43,6 +40,7 @@ from foredraft.training.objective import Head, Outcome
 from foredraft.training.optim import learning_rate
 from foredraft.training.ranks import Ranks
 from foredraft.training.replay import keep_for_replay
+from foredraft.training.tracking import check_tracker, tracking
 
 WEIGHTS = "drafter.safetensors"
 SHAPE = "shape.json"
@@ -61,8 +59,10 @@ class Trainer:
         folders: dict[str, Path],
         identity: dict[str, Any] | None = None,
         ranks: Ranks | None = None,
+        live: Path | None = None,
     ):
-        self.config, self.identity = config, identity or {}
+        check_tracker(config.tracker)
+        self.config, self.identity, self.live = config, identity or {}, live
         self.ranks = ranks or Ranks(torch.device(default_device()))
         self.train_data = FeatureData(folders, "train")
         self.validation_data = FeatureData(folders, "validation")
@@ -100,7 +100,12 @@ class Trainer:
         made = (partial(self.make_row, planned, counts) for share in shares for planned, counts in share)
         rows = ahead(made, ranks.device)
         title = "train" if ranks.rank == 0 else f"train-{ranks.rank}"
-        with told_to_stop() as stop, Progress(title, len(self.plan), "steps", done=progressed.step) as progress:
+        live, tracker = (self.live, config.tracker) if ranks.rank == 0 else (None, None)
+        with (
+            told_to_stop() as stop,
+            tracking(live, tracker, scratch.path, progressed.curve) as track,
+            Progress(title, len(self.plan), "steps", done=progressed.step) as progress,
+        ):
             for share in shares:
                 started = time.perf_counter()
                 mine = list(islice(rows, len(share)))
@@ -112,6 +117,7 @@ class Trainer:
                 if last or progressed.step % config.validate_every == 0:
                     record |= self._validate_and_keep_best(progressed, scratch)
                 progressed.curve.append(record)
+                track(record)
                 stopping = ranks.any(stop.is_set())
                 if last or stopping or progressed.step % config.checkpoint_every == 0:
                     self._save(progressed, scratch)
@@ -276,13 +282,14 @@ def train(
     target: Path,
     out: Path,
     metrics: Path,
-    curve: Path,
+    live: Path,
     join: bool = False,
 ) -> None:
-    """Train on the features of all sources and publish the ``drafter`` artefact, its metrics and its curve.
+    """Train on the features of all sources and publish the ``drafter`` artefact, its metrics and its curves.
 
     Args:
         features: folder of each source.
+        live: where DVCLive keeps the curves.
         join: help another machine that does this, on the scratch folder of both, and leave publishing to it.
 
     Raises:
@@ -317,7 +324,7 @@ def train(
     if join and node_count() == 1:
         raise ValueError("--join helps another machine: set FOREDRAFT_NODES and FOREDRAFT_RENDEZVOUS as there")
     with open_scratch("train", key, shared=join) as scratch:
-        job = Job(config, shape, features, target, identity, scratch.path, torch.get_num_threads())
+        job = Job(config, shape, features, target, identity, scratch.path, live, torch.get_num_threads())
         processes = process_count()
         if processes == 1 and node_count() == 1:
             train_share(job, Ranks(torch.device(default_device())))
@@ -338,7 +345,6 @@ def train(
         scratch.publish(out, manifest, [WEIGHTS, SHAPE])
     parameters = sum(tensor.numel() for tensor in state["drafter"].values())
     write_json(metrics, summary(progressed, counts["train"], parameters))
-    write_atomic(curve, curve_csv(progressed.curve))
 
 
 @dataclass(frozen=True)
@@ -356,6 +362,7 @@ class Job:
     target: Path
     identity: dict[str, Any]
     scratch: Path
+    live: Path | None
     threads: int
 
 
@@ -376,7 +383,7 @@ def train_launched_share(job: Job) -> None:
 
 def train_share(job: Job, ranks: Ranks) -> None:
     """This process's part of the training, to the end; the last checkpoint tells how it went."""
-    trainer = Trainer(job.config, job.shape, read_interface(job.target), job.features, job.identity, ranks)
+    trainer = Trainer(job.config, job.shape, read_interface(job.target), job.features, job.identity, ranks, job.live)
     trainer.run(Scratch(job.scratch))
 
 
@@ -410,13 +417,3 @@ def summary(progressed: Progressed, documents: int, parameters: int) -> dict[str
         "val": progressed.validation,
         "commit": commit(),
     }
-
-
-def curve_csv(curve: list[dict[str, Any]]) -> str:
-    """The curve as CSV; validation columns are filled where a validation was."""
-    columns = list(dict.fromkeys(key for record in reversed(curve) for key in record))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(curve)
-    return text.getvalue()

@@ -7,13 +7,9 @@ folder $PEER, beside speculators 0.9.0). The drafter has the shape of the one pu
 a step reads one document of 3,072 tokens with 512 blocks of 16 and ends with AdamW. Each part runs in a process of its own.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +73,7 @@ def make_learner(weights: str, device: torch.device, **changes: Any) -> Any:
         start="random",
         head_rows="full",
         loss=loss,
+        periodic_tails=1.0,
         lr=6e-4,
         schedule="cosine",
         warmup=0.04,
@@ -137,6 +134,7 @@ def make_row(seed: int) -> Any:
         data_ids=ids[:, 0],
         topk_ids=ids,
         topk_logprobs=torch.randn(len(slots), TOP_K, generator=generator).log_softmax(-1) - 0.5,
+        worth=torch.ones(len(slots)),
     )
     return row.to(torch.device("cuda"))
 
@@ -167,6 +165,7 @@ def truth() -> dict[str, Any]:
         data_ids=ids[:, 0],
         topk_ids=ids,
         topk_logprobs=torch.randn(len(slots), 40, generator=generator).log_softmax(-1)[:, :TOP_K],
+        worth=torch.ones(len(slots)),
     )
     shape = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "ffn_size": 512}
     found = []
@@ -268,14 +267,13 @@ def floor() -> dict[str, Any]:
 
 def peer() -> dict[str, Any]:
     """speculators' DFlash step: fused cross-entropy, FlexAttention, compiled, weights in bfloat16, fused AdamW."""
-    stand_in("openai", "datasets", "hs_connectors")
-    import speculators.models.dflash.core as core
+    from bench.speculators_peer import open_package
+
+    open_package()
     from speculators.losses import resolve_loss_config
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
-    # Compiled on torch 2.11 it fails here: two Triton kernels share one list of configurations.
-    core.compute_metrics = torch.compiler.disable(core.compute_metrics)
     layers = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -332,27 +330,6 @@ def peer() -> dict[str, Any]:
         "peer_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
         "peer_first_step_s": round(first, 1),
     }
-
-
-def stand_in(*packages: str) -> None:
-    """Let packages be imported that are missing here: the peer imports them beside what a training step needs."""
-    missing = {name for name in packages if importlib.util.find_spec(name) is None}
-
-    class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-        def find_spec(self, name: str, _path: Any, _target: Any = None) -> Any:
-            found = name.split(".")[0] in missing
-            return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
-
-        def create_module(self, spec: Any) -> types.ModuleType:
-            module = types.ModuleType(spec.name)
-            module.__path__ = []
-            module.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
-            return module
-
-        def exec_module(self, module: types.ModuleType) -> None:
-            pass
-
-    sys.meta_path.append(Finder())
 
 
 PARTS: dict[str, parts.Part] = {

@@ -9,12 +9,7 @@ position earlier, as ours. Its layers slide by default, causal inside the block,
 anchor where ours is from the query: the same while no document is as long as the window.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
 import tempfile
-import types
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from bench.ground import Ground, Weights
+from bench.stand_ins import open_speculators
 from foredraft.drafter.attention import training_attention
 from foredraft.drafter.blocks import block_inputs
 from foredraft.features.layout import Document
@@ -35,36 +31,6 @@ OURS = ("fc", "hidden_norm", "layers", "norm")
 """Parts of its state dict that are the drafter; the others are the target's."""
 TOLERANCE, AGREEMENT = 1e-3, 0.97
 """How far logits may lie apart, as a share of their spread, and how often labels must be equal (bfloat16 has near-ties)."""
-
-
-def stand_in(*packages: str) -> None:
-    """Let packages be imported that are missing here: the peer imports them beside what a training step needs."""
-    missing = {name for name in packages if importlib.util.find_spec(name) is None}
-
-    class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-        def find_spec(self, name: str, _path: Any, _target: Any = None) -> Any:
-            found = name.split(".")[0] in missing
-            return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
-
-        def create_module(self, spec: Any) -> types.ModuleType:
-            module = types.ModuleType(spec.name)
-            module.__path__ = []
-            module.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
-            return module
-
-        def exec_module(self, module: types.ModuleType) -> None:
-            pass
-
-    sys.meta_path.append(Finder())
-
-
-def open_package() -> None:
-    """Make the package's model and trainer importable."""
-    stand_in("openai", "datasets", "httpx", "aiohttp")
-    import speculators.models.dflash.core as core
-
-    # Compiled on torch 2.11 it fails here: two Triton kernels share one list of configurations.
-    core.compute_metrics = torch.compiler.disable(core.compute_metrics)
 
 
 @dataclass(frozen=True)
@@ -83,7 +49,7 @@ class Peer:
     """
 
     def __init__(self, ground: Ground):
-        open_package()
+        open_speculators()
         from speculators.train.config import TrainConfig
         from speculators.train.data import CollateFn
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bench import parts
+from bench.stand_ins import open_speculators
 
 TOKENS, ANCHORS, BLOCK = 3072, 512, 16
 LAYERS, HEADS, KV_HEADS, HEAD, HIDDEN, FFN, VOCABULARY, TAPS = 5, 32, 8, 128, 5120, 17_408, 248_320, 5
@@ -267,9 +268,7 @@ def floor() -> dict[str, Any]:
 
 def peer() -> dict[str, Any]:
     """speculators' DFlash step: fused cross-entropy, FlexAttention, compiled, weights in bfloat16, fused AdamW."""
-    from bench.speculators_peer import open_package
-
-    open_package()
+    open_speculators("hs_connectors")
     from speculators.losses import resolve_loss_config
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Config

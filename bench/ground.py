@@ -5,6 +5,7 @@ anchors for every drafter and every label the target's likeliest, whatever the d
 step of :func:`foredraft.speculation.chain.decode` on held-out prompts, all in one batch.
 """
 
+import inspect
 import json
 import os
 import platform
@@ -87,6 +88,7 @@ class Ground:
         self.device, self.dtype = torch.device(default_device()), getattr(torch, self.section["compute_dtype"])
         self.checkpoint = checkpoint_folder(target, fetch)
         self.frozen = load_target(self.checkpoint, target, self.layer_ids)
+        require_cache(self.frozen.model)
         self.prompts = [HeldOut(**row) for row in json.loads(prompts.read_text(encoding="utf-8"))]
         self.max_new_tokens = load_section(PARAMS, "evaluate", EvaluateConfig).max_new_tokens
         self.train_data = FeatureData(self.features, "train")
@@ -166,6 +168,18 @@ class Ground:
         rows = data.epoch(0, 0, self.config.tokens_per_row)
         sizes = self.sizes(max(1, anchors // len(rows)))
         return [data.row(documents, sizes, number).to(self.device) for number, documents in enumerate(rows)]
+
+
+def require_cache(model: Any) -> None:
+    """Refuse a Transformers that would take a cache by another name, and decode without one.
+
+    Raises:
+        ValueError: names the version.
+    """
+    if "cache" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"Transformers {version('transformers')} is older than pyproject.toml asks for: it cannot decode"
+        )
 
 
 def merged(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

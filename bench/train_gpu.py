@@ -7,9 +7,6 @@ folder $PEER, beside speculators 0.9.0). The drafter has the shape of the one pu
 a step reads one document of 3,072 tokens with 512 blocks of 16 and ends with AdamW. Each part runs in a process of its own.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import itertools
 import json
 import os
@@ -17,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bench import parts
+from bench.stand_ins import open_speculators
 
 TOKENS, ANCHORS, BLOCK = 3072, 512, 16
 LAYERS, HEADS, KV_HEADS, HEAD, HIDDEN, FFN, VOCABULARY, TAPS = 5, 32, 8, 128, 5120, 17_408, 248_320, 5
@@ -418,14 +415,11 @@ def floor() -> dict[str, Any]:
 
 def peer() -> dict[str, Any]:
     """speculators' DFlash step: fused cross-entropy, FlexAttention, compiled, weights in bfloat16, fused AdamW."""
-    stand_in("openai", "datasets", "hs_connectors")
-    import speculators.models.dflash.core as core
+    open_speculators("hs_connectors")
     from speculators.losses import resolve_loss_config
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
-    # Compiled on torch 2.11 it fails here: two Triton kernels share one list of configurations.
-    core.compute_metrics = torch.compiler.disable(core.compute_metrics)
     layers = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -482,27 +476,6 @@ def peer() -> dict[str, Any]:
         "peer_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
         "peer_first_step_s": round(first, 1),
     }
-
-
-def stand_in(*packages: str) -> None:
-    """Let packages be imported that are missing here: the peer imports them beside what a training step needs."""
-    missing = {name for name in packages if importlib.util.find_spec(name) is None}
-
-    class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-        def find_spec(self, name: str, _path: Any, _target: Any = None) -> Any:
-            found = name.split(".")[0] in missing
-            return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
-
-        def create_module(self, spec: Any) -> types.ModuleType:
-            module = types.ModuleType(spec.name)
-            module.__path__ = []
-            module.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
-            return module
-
-        def exec_module(self, module: types.ModuleType) -> None:
-            pass
-
-    sys.meta_path.append(Finder())
 
 
 PARTS: dict[str, parts.Part] = {

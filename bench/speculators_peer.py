@@ -46,17 +46,20 @@ class Trained:
 class Peer:
     """The peer on a ground. One model is trained again and again: what was compiled for it serves every run.
 
+    Args:
+        attention: its ``draft_attn_impl``, where that is not to be its default (on a CPU it cannot be).
+
     Attributes:
         choice: its shape in our words.
     """
 
-    def __init__(self, ground: Ground):
+    def __init__(self, ground: Ground, attention: str | None = None):
         open_speculators()
         from speculators.train.config import TrainConfig
         from speculators.train.data import CollateFn
 
-        config, on_gpu = ground.config, ground.device.type == "cuda"
-        shared = {
+        config = ground.config
+        shared: dict[str, Any] = {
             "speculator_type": "dflash",
             "verifier_name_or_path": str(ground.checkpoint),
             "num_layers": config.drafter.num_layers,
@@ -67,9 +70,12 @@ class Peer:
             "max_anchors": config.anchors_per_row * config.rows_per_step,
             "epochs": config.epochs,
         }
-        slow = {} if on_gpu else {"draft_attn_impl": "eager", "loss_implementation": "eager"}
+        if ground.device.type == "cpu":
+            shared |= {"draft_attn_impl": "eager", "loss_implementation": "eager"}
+        if attention:
+            shared["draft_attn_impl"] = attention
         self.ground = ground
-        self.config = TrainConfig.from_flat(shared | slow)
+        self.config = TrainConfig.from_flat(shared)
         self.settings = Namespace(**self.config.flatten())
         self.model = self.build(self.settings)
         kinds = self.model.config.transformer_layer_config.layer_types

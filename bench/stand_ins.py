@@ -22,13 +22,20 @@ def stand_in(*packages: str) -> None:
         def create_module(self, spec: Any) -> types.ModuleType:
             module = types.ModuleType(spec.name)
             module.__path__ = []
-            module.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
+            module.__getattr__ = class_of_nothing  # type: ignore[method-assign]
             return module
 
         def exec_module(self, module: types.ModuleType) -> None:
             pass
 
     sys.meta_path.append(Finder())
+
+
+def class_of_nothing(name: str) -> type:
+    """What a stand-in has under ``name``. It has no file, version or the like: who inspects it asks for those."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
 
 
 def open_speculators(*unused: str) -> None:

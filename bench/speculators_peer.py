@@ -1,7 +1,8 @@
 """speculators 0.9.0's DFlash on our documents: its own defaults, model, collation, optimisers, schedule and trainer.
 
 What is ours: the documents of each step, the sizes that both sides share, the learning rate, and when it is validated. Its
-settings are read from the package, so that none is a matter of our reading; they are written into the report.
+settings are read from the package, so that none is a matter of our reading; they are written into the report. Both of its
+optimisers, Muon on matrices and AdamW on norms, have the one learning rate, as by its default.
 
 How its words differ. Its layer id k is Transformers' ``hidden_states[k]``, one more than ours of the same tap. Of the target
 it wants the states that go *into* the final norm, which it applies itself before the head; a slot's label is the argmax one
@@ -29,7 +30,9 @@ from foredraft.training.trainer import plan_steps
 
 OURS = ("fc", "hidden_norm", "layers", "norm")
 """Parts of its state dict that are the drafter; the others are the target's."""
-TOLERANCE, AGREEMENT = 1e-3, 0.97
+GROUPS = ("draft", "data", "loss", "optimizer", "scheduler", "dflash")
+"""Of its settings, those that a run depends on."""
+TOLERANCE, AGREEMENT = 1e-4, 0.95
 """How far logits may lie apart, as a share of their spread, and how often labels must be equal (bfloat16 has near-ties)."""
 
 
@@ -44,17 +47,20 @@ class Trained:
 class Peer:
     """The peer on a ground. One model is trained again and again: what was compiled for it serves every run.
 
+    Args:
+        attention: its ``draft_attn_impl``, where that is not to be its default (on a CPU it cannot be).
+
     Attributes:
         choice: its shape in our words.
     """
 
-    def __init__(self, ground: Ground):
+    def __init__(self, ground: Ground, attention: str | None = None):
         open_speculators()
         from speculators.train.config import TrainConfig
         from speculators.train.data import CollateFn
 
-        config, on_gpu = ground.config, ground.device.type == "cuda"
-        shared = {
+        config = ground.config
+        shared: dict[str, Any] = {
             "speculator_type": "dflash",
             "verifier_name_or_path": str(ground.checkpoint),
             "num_layers": config.drafter.num_layers,
@@ -65,9 +71,13 @@ class Peer:
             "max_anchors": config.anchors_per_row * config.rows_per_step,
             "epochs": config.epochs,
         }
-        slow = {} if on_gpu else {"draft_attn_impl": "eager", "loss_implementation": "eager"}
+        if ground.device.type == "cpu":
+            shared |= {"draft_attn_impl": "eager", "loss_implementation": "eager"}
+        if attention:
+            shared["draft_attn_impl"] = attention
         self.ground = ground
-        self.settings = Namespace(**TrainConfig.from_flat(shared | slow).flatten())
+        self.config = TrainConfig.from_flat(shared)
+        self.settings = Namespace(**self.config.flatten())
         self.model = self.build(self.settings)
         kinds = self.model.config.transformer_layer_config.layer_types
         full = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
@@ -88,7 +98,7 @@ class Peer:
         return build_draft_model(Namespace(**vars(settings)), DFlashDraftModel, None, None, vocabulary)
 
     def train(self, seed: int, rate: float) -> Trained:
-        """Train by its trainer on the steps of our plan; validated by our measure as often as ours."""
+        """Train by its trainer on the steps of our plan, validated by our measure as often as ours is by its own."""
         from speculators.train import cli, trainer
 
         settings = Namespace(**vars(self.settings) | {"seed": seed, "lr": rate, "muon_lr": rate})
@@ -139,17 +149,22 @@ class Peer:
         return {name: value.clone() for name, value in state.items() if name.split(".")[0] in OURS}
 
     @torch.no_grad()
-    def check(self, weights: Weights) -> dict[str, float]:
+    def check(self) -> dict[str, float]:
         """Compare its model's logits with those of our drafter of the same weights, in float32, on one row of documents.
 
         Returns:
             the largest difference of two logits as a share of their spread, and how often its labels are ours.
+
+        Raises:
+            ValueError: what is trained there would be something else here.
         """
         import speculators.models.dflash.core as core
 
         ground, config = self.ground, self.ground.config
         model = self.build(Namespace(**vars(self.settings) | {"draft_attn_impl": "eager"})).eval()
-        model.load_state_dict({name: value.cpu() for name, value in weights.items()}, strict=False)
+        # Norms are all one at first, and would be equal whichever is taken for which.
+        weights = {name: (value + 0.1 * torch.rand_like(value)).cpu() for name, value in self.weights().items()}
+        model.load_state_dict(weights, strict=False)
         seed, documents = plan_steps(ground.train_data, config)[0][0]
         row = ground.train_data.row(documents, ground.sizes(config.anchors_per_row), seed)
         blocks = row.blocks
@@ -183,8 +198,8 @@ class Peer:
         return self.collate([self.samples[number] for number in documents])
 
     def described(self) -> dict[str, Any]:
-        """Its settings, for the report."""
-        return {key: value for key, value in vars(self.settings).items() if key != "verifier_name_or_path"}
+        """What it is trained by, for the report: learning rate and seed are the run's."""
+        return {group: getattr(self.config, group).model_dump(mode="json") for group in GROUPS}
 
 
 class Steps:

@@ -10,13 +10,6 @@ from typing import Any
 import torch
 
 
-def nothing_named(name: str) -> type:
-    """A class of nothing; what Python itself asks of a module is not there."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
-
-
 def stand_in(*packages: str) -> None:
     """Let packages be imported that are missing here: a name of theirs is a class of nothing."""
     missing = {name for name in packages if importlib.util.find_spec(name) is None}
@@ -29,13 +22,20 @@ def stand_in(*packages: str) -> None:
         def create_module(self, spec: Any) -> types.ModuleType:
             module = types.ModuleType(spec.name)
             module.__path__ = []
-            module.__getattr__ = nothing_named  # type: ignore[method-assign]
+            module.__getattr__ = class_of_nothing  # type: ignore[method-assign]
             return module
 
         def exec_module(self, module: types.ModuleType) -> None:
             pass
 
     sys.meta_path.append(Finder())
+
+
+def class_of_nothing(name: str) -> type:
+    """What a stand-in has under ``name``. It has no file, version or the like: who inspects it asks for those."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
 
 
 def open_speculators(*unused: str) -> None:

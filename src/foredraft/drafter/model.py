@@ -80,6 +80,9 @@ class Drafter(nn.Module):
 
     def compile_layers(self) -> None:
         """Compile what stands before and behind attention, forward and backward, for the few shapes that training has."""
+        import torch._dynamo.config
+        import torch._functorch.config
+
         torch._dynamo.config.recompile_limit = 32
         # At this budget the gated product and normed inputs are made again backwards, and no matrix product is.
         torch._functorch.config.activation_memory_budget = 0.8

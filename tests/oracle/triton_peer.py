@@ -39,8 +39,9 @@ def block_functions(dtype: torch.dtype) -> Iterator[Pair]:
     read = some(2, 5, 48)
     yield "sigmoid_gate", fused.sigmoid_gate(read, projected), pointwise.sigmoid_gate(read, projected)
     for norm in (None, (weight, 1e-6, False), (weight, 1e-6, True)):
-        turned = (projected[..., :16], norm, some(2, 5, 8), some(2, 5, 8))
-        yield "norm_and_rotate", fused.norm_and_rotate(*turned), pointwise.norm_and_rotate(*turned)
+        for rows in (1, 2):  # angles of all rows, or of each
+            turned = (projected[..., :16], norm, some(rows, 5, 8), some(rows, 5, 8))
+            yield "norm_and_rotate", fused.norm_and_rotate(*turned), pointwise.norm_and_rotate(*turned)
     for key_heads, value_heads, length in ((2, 4, 5), (2, 2, 33), (8, 8, 70), (3, 6, 130)):
         size = 16
         channels = (2 * key_heads + value_heads) * size

@@ -62,7 +62,7 @@ def norm_and_rotate(x: Tensor, norm: NormParts | None, cos: Tensor, sin: Tensor)
     heads, size = x.shape[-2:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (x.numel() // (heads * size),)
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin = (part.expand(len(x), -1, -1).contiguous() for part in (cos, sin))  # some decoders make them for one row
     weight, eps, centred = norm or (x, 0.0, False)
     strides = (x.stride(-3), x.stride(-2))
     _norm_and_rotate[grid](

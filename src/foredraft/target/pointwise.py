@@ -45,7 +45,7 @@ def norm_and_rotate(x: Tensor, norm: NormParts | None, cos: Tensor, sin: Tensor)
 
     Args:
         norm: weight, epsilon, and whether the weight is zero-centred.
-        cos, sin: ``(B, T, R)``.
+        cos, sin: ``(B, T, R)``, or ``(1, T, R)`` for all rows.
     """
     x = x if norm is None else rms_norm(x, *norm)
     size = cos.shape[-1]

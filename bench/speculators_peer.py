@@ -184,7 +184,7 @@ class Peer:
             )
             for kind in set(self.choice.layer_types)
         }
-        ours = drafter(inputs, blocks.positions.flatten()[None], context, attention)[0] @ head.T
+        ours = drafter.fill(inputs, blocks.positions.flatten()[None], context, attention)[0] @ head.T
         there = blocks.exists.repeat_interleave(blocks.block_size)
         apart = float((ours - theirs[0])[there].abs().max() / ours[there].std())
         slots = row.slots[: row.count]

@@ -210,6 +210,35 @@ def test_no_gradient_from_features_at_or_after_an_anchor_nor_from_other_document
         assert bool((by_token[start + max(0, anchor - 3) : start + anchor] > 0).all())
 
 
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's own, in tracing
+def test_compiled_layers_give_the_same_and_keep_less_for_the_backward_pass() -> None:
+    """As a GPU has them but for the code generator: traced, and split into forward and backward."""
+    blocks, bounds = row_of_documents([9, 16], [[3, 5], [4, 6, 8]])
+    features, embeddings = torch.randn(1, bounds[-1], len(TAPS), 16), torch.randn(1, blocks.counted.numel(), 16)
+    positions = torch.cat([torch.arange(9), torch.arange(16)])[None]
+    found = []
+    for compiled in (False, True):
+        drafter, kept = tiny_drafter(ffn_size=160).requires_grad_(), {}
+        if compiled:
+            drafter.compile_layers(backend="aot_eager_decomp_partition")
+
+        def keep(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        places, attention = blocks.positions.flatten()[None], attention_of(blocks, bounds)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = drafter(features, positions, embeddings, places, attention)
+        hidden.square().sum().backward()
+        own = {parameter.data_ptr() for parameter in drafter.parameters()}
+        wide = sum(tensor.shape[-1] == 160 for place, tensor in kept.items() if place not in own)
+        found.append((hidden, [parameter.grad for parameter in drafter.parameters()], wide))
+    (plain, gradients, many), (traced, traced_gradients, few) = found
+    torch.testing.assert_close(traced, plain)
+    torch.testing.assert_close(traced_gradients, gradients)
+    assert many > 0 and few == 0, "of the feed-forward's width nothing is kept but gate and up together"
+
+
 def test_a_block_among_others_equals_the_block_alone_and_as_decoded() -> None:
     drafter = tiny_drafter(sliding_window=6, full_attention_layers=(1,))
     torch.manual_seed(1)

@@ -6,9 +6,12 @@ LM head are the target's and are not held here.
 Shapes: ``B`` rows, ``T`` context tokens, ``Q`` slots, ``L`` taps, ``D`` hidden size, ``H`` heads, ``d`` head size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from foredraft.drafter.attention import Attention, KeysValues
 from foredraft.drafter.config import DrafterShape
@@ -78,17 +81,12 @@ class Drafter(nn.Module):
         """See :func:`rotary`."""
         return rotary(positions, self.shape.choice.head_dim, self.shape.rope_theta)
 
-    def compile_layers(self) -> None:
+    def compile_layers(self, backend: str = "inductor") -> None:
         """Compile what stands before and behind attention, forward and backward, for the few shapes that training has."""
-        import torch._dynamo.config
-        import torch._functorch.config
-
         torch._dynamo.config.recompile_limit = 32
-        # At this budget the gated product and normed inputs are made again backwards, and no matrix product is.
-        torch._functorch.config.activation_memory_budget = 0.8
         for layer in self.layers:
             for name in ("read_context", "project", "finish"):
-                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False))
+                setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False, backend=backend))
 
 
 class DrafterLayer(nn.Module):
@@ -125,12 +123,12 @@ class DrafterLayer(nn.Module):
 
     def project(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
         """What attention is over: queries ``(B, H, Q, d)``, and the block's own keys and values."""
-        return self.self_attn.queries_keys_values(self.input_layernorm(hidden), rotation)
+        return self.self_attn.queries_keys_values(made_again(self.input_layernorm, hidden), rotation)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """All that comes after attention ``(B, H, Q, d)``."""
         hidden = hidden + linear(attended.transpose(1, 2).flatten(2), self.self_attn.o_proj.weight)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp(made_again(self.post_attention_layernorm, hidden))
 
 
 class ContextAttention(nn.Module):
@@ -173,8 +171,21 @@ class SwiGLU(nn.Module):
         show_apart(self, "gate_up", {"gate_proj": ffn_size, "up_proj": ffn_size})
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = linear(hidden, self.gate_up).chunk(2, -1)
-        return linear(F.silu(gate) * up, self.down_proj.weight)
+        return linear(made_again(silu_mul, linear(hidden, self.gate_up)), self.down_proj.weight)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SiLU of the first half of ``(..., 2 * F)`` times its second half."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def made_again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function(x)``, which compiled layers do not keep for the backward pass: it is large, and cheap to make again."""
+    if not torch.compiler.is_compiling():
+        return function(x)
+    again: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+    return again
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

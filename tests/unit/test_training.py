@@ -402,7 +402,7 @@ def test_a_drafter_trained_on_a_hybrid_is_lossless_on_it(tmp_path: Path) -> None
 
 
 def test_schedules_warm_up_and_end_low() -> None:
-    for schedule in ("cosine", "wsd"):
+    for schedule in ("cosine", "linear", "wsd"):
         rates = [learning_rate(config(schedule=schedule), step, 100) for step in range(100)]
         assert rates[:10] == sorted(rates[:10])
         assert math.isclose(max(rates), config().lr)

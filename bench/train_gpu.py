@@ -49,7 +49,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def make_learner(weights: str, ranks: Any, parallel: str = "ddp", **changes: Any) -> Any:
+def make_learner(weights: str, ranks: Any, parallel: str = "ddp", head_float8: bool = False, **changes: Any) -> Any:
     """A drafter of the published shape, at random, with its optimiser and the target's head.
 
     Args:
@@ -77,6 +77,7 @@ def make_learner(weights: str, ranks: Any, parallel: str = "ddp", **changes: Any
         drafter=choice,
         start="random",
         head_rows="full",
+        head_float8=head_float8,
         loss=loss,
         periodic_tails=1.0,
         optimizer="adamw",
@@ -201,13 +202,13 @@ def truth() -> dict[str, Any]:
     }
 
 
-def ours(weights: str) -> dict[str, Any]:
-    """Our step, with weights and optimiser in this type."""
+def ours(weights: str, head_float8: bool = False) -> dict[str, Any]:
+    """Our step, with weights and optimiser in this type, and the head's products in float8 or bfloat16."""
     from foredraft.training.ranks import Ranks
 
     rows = [make_row(seed) for seed in range(4)]
     start = time.perf_counter()
-    learner = make_learner(weights, Ranks(torch.device("cuda")))
+    learner = make_learner(weights, Ranks(torch.device("cuda")), head_float8=head_float8)
     losses = [learner.learn([rows[0]], 1e-4).loss]
     torch.cuda.synchronize()
     first = time.perf_counter() - start
@@ -481,6 +482,7 @@ def peer() -> dict[str, Any]:
 PARTS: dict[str, parts.Part] = {
     "bfloat16": lambda: {"bfloat16": ours("bfloat16")},
     "float32": lambda: {"float32": ours("float32")},
+    "float8_head": lambda: {"float8_head": ours("bfloat16", head_float8=True)},
     "floor": floor,
     "peer": peer,
     "truth": truth,

@@ -23,6 +23,7 @@ from foredraft.drafter.blocks import (
     draw_anchors,
     leading_run,
 )
+from foredraft.drafter.float8 import Float8Head
 from foredraft.drafter.loss import Answers, Terms, chunk_losses, dpace_weights, equal_blocks, slot_losses
 from tests.conftest import TAPS, tiny_drafter
 
@@ -320,6 +321,27 @@ def test_losses_and_their_written_gradients_equal_autograds(terms: Terms) -> Non
     torch.testing.assert_close(found, gradient.float(), rtol=1e-4, atol=1e-6)
     assert torch.equal(losses.guess, logits.argmax(-1))
     torch.testing.assert_close(losses.ce, -logits.log_softmax(-1).gather(1, answers.labels[:, None])[:, 0].float())
+
+
+def test_a_head_in_float8_gives_nearly_the_same_losses_and_gradients() -> None:
+    torch.manual_seed(2)
+    hidden, head = torch.randn(40, 64), torch.randn(512, 64) * 0.3
+    answers = Answers(
+        torch.randint(512, (40,)), torch.rand(40, 512).topk(4).indices, torch.randn(40, 9).log_softmax(-1)[:, :4]
+    )
+    found = []
+    for rows in (head, Float8Head(head)):
+        states = hidden.bfloat16().requires_grad_()
+        losses = slot_losses(
+            states, rows if isinstance(rows, Float8Head) else rows.bfloat16(), answers, Terms(1.0, 0.3, 0.2)
+        )
+        losses.loss.sum().backward()
+        found.append((losses.loss.detach(), states.grad.float()))  # type: ignore[union-attr]
+    (exact, gradient), (rounded, rounded_gradient) = found
+    assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.02
+    assert 0 < float((rounded_gradient - gradient).norm() / gradient.norm()) < 0.1
+    with pytest.raises(ValueError, match=r"multiples of 16 for sizes, this one is \(500, 64\)"):
+        Float8Head(head[:500])
 
 
 def test_a_tail_without_mass_is_finite() -> None:

@@ -48,6 +48,7 @@ def config(**changes: Any) -> TrainConfig:
         "drafter": DrafterConfig(**TINY_CHOICE | changes.pop("drafter", {})),
         "start": "random",
         "head_rows": "occurring",
+        "head_float8": False,
         "loss": LOSS,
         "periodic_tails": 1.0,
         "optimizer": "adamw",

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.drafter.float8 import Float8Head
+
 CHUNK = 1024
 """Slots whose logits are held at once."""
 LEAST_TAIL = 1e-6
@@ -57,22 +59,25 @@ class Losses:
     guess: Tensor
 
 
-def slot_losses(hidden: Tensor, head: Tensor, answers: Answers, terms: Terms) -> Losses:
+def slot_losses(hidden: Tensor, head: Tensor | Float8Head, answers: Answers, terms: Terms) -> Losses:
     """Losses of slots ``hidden (M, D)`` under ``head (V, D)``, by chunks."""
     return Losses(*_SlotLosses.apply(hidden, head, answers, terms))
 
 
 class _SlotLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, answers: Answers, terms: Terms) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor | Float8Head, answers: Answers, terms: Terms
+    ) -> tuple[Tensor, ...]:
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wanted else None
         found, start = [], 0
         for part, asked in zip(hidden.split(CHUNK), answers.split(CHUNK), strict=True):
-            logits = part @ head.T
+            logits = part @ head.T if isinstance(head, Tensor) else head.logits(part)
             found.append(chunk_losses(logits, asked, terms, wanted))
             if gradient is not None:
-                torch.mm(logits, head, out=gradient[start : start + len(part)])
+                of_part = gradient[start : start + len(part)]
+                torch.mm(logits, head, out=of_part) if isinstance(head, Tensor) else head.pull_back(logits, out=of_part)
             start += len(part)
         ctx.save_for_backward(gradient)
         results = [torch.cat([getattr(losses, name) for losses in found]) for name in ("loss", "ce", "guess")]

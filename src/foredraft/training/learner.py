@@ -43,6 +43,8 @@ class Learner:
         compute = getattr(torch, config.compute_dtype)
         self.drafter = drafter.to(ranks.device, getattr(torch, config.weights_dtype))
         self.head, self.mask = head.to(ranks.device, compute), mask.to(ranks.device, compute)
+        if config.head_float8:
+            self.head = self.head.in_float8()
         if ranks.device.type == "cuda":
             self.drafter.compile_layers()
         self.model = ranks.spread(self.drafter, config.parallel, compute)

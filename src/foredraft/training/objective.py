@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from foredraft.drafter.attention import training_attention
 from foredraft.drafter.blocks import block_inputs, leading_run
 from foredraft.drafter.config import DrafterConfig, LossConfig
+from foredraft.drafter.float8 import Float8Head
 from foredraft.drafter.loss import Answers, Terms, decay_weights, dpace_weights, equal_blocks, slot_losses
 from foredraft.training.data import Row
 
@@ -19,7 +20,7 @@ from foredraft.training.data import Row
 class Head:
     """The LM head in use: rows ``(V, D)``, and for each vocabulary id its row (-1 if it has none)."""
 
-    rows: Tensor
+    rows: Tensor | Float8Head
     row_of: Tensor
 
     @classmethod
@@ -32,7 +33,13 @@ class Head:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Head":
         """The same on ``device``."""
+        assert isinstance(self.rows, Tensor)
         return Head(self.rows.to(device, dtype), self.row_of.to(device))
+
+    def in_float8(self) -> "Head":
+        """The same, rounded."""
+        assert isinstance(self.rows, Tensor)
+        return Head(Float8Head(self.rows), self.row_of)
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,7 @@ class Trainer:
         embeddings = interface.embed_tokens.to(dtype)
         mask = embeddings[config.drafter.mask_token_id]
         self.learner = Learner(config, drafter, Head.build(interface.lm_head, rows), mask, self.ranks)
-        self.full_head = self.learner.head
-        if rows is not None:
-            self.full_head = Head.build(interface.lm_head).to(self.ranks.device, dtype)
+        self.full_head = Head.build(interface.lm_head)
         block = config.drafter.block_size
         self.sizes = RowSizes(config.tokens_per_row, config.anchors_per_row, block, embeddings, config.periodic_tails)
         self.plan = plan_steps(self.train_data, config)
@@ -172,7 +170,8 @@ class Trainer:
         sizes = replace(self.sizes, anchors=max(1, wanted // len(rows)))
         shared = self.ranks.share(rows)
         made = (partial(self.validation_data.row, documents, sizes, number) for (number, documents), _ in shared)
-        run = (self.learner.run(row, self.full_head) for row in ahead(made, self.ranks.device))
+        full_head = self.full_head.to(self.ranks.device, self.learner.mask.dtype)
+        run = (self.learner.run(row, full_head) for row in ahead(made, self.ranks.device))
         outcomes = [o if counts else o.nothing() for o, (_, counts) in zip(run, shared, strict=True)]
         return pooled(outcomes, self.ranks)
 

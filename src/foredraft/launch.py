@@ -12,19 +12,23 @@ from typing import Any
 from foredraft.artifacts import ArtifactError, write_atomic
 
 REFUSED = "refused-"
+SHUTDOWN_SECONDS = 120
+"""How long processes that are told to stop may take to keep what is done; older PyTorch gives them 30."""
 
 
 def process_count() -> int:
     """``$FOREDRAFT_PROCESSES``, by default one for each local GPU, and one without any.
 
     Raises:
-        ValueError: a variable is not a whole number above zero.
+        ValueError: it is not a whole number above zero, or more than there are GPUs.
     """
-    if found := _count("FOREDRAFT_PROCESSES"):
-        return found
     import torch
 
-    return max(1, torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    found = _count("FOREDRAFT_PROCESSES") or max(1, gpus)
+    if gpus and found > gpus:
+        raise ValueError(f"FOREDRAFT_PROCESSES = {found}: this machine has {gpus} GPUs, one for each process")
+    return found
 
 
 def node_count() -> int:
@@ -66,6 +70,7 @@ def launch(
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
         max_restarts=restarts,
+        **({"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}),
     )
     for old in scratch.glob(f"{REFUSED}*"):
         old.unlink()
@@ -127,9 +132,14 @@ def place() -> tuple[int, int, str | None]:
     """
     import torch
 
-    local = int(os.environ["LOCAL_RANK"])
+    local = local_rank()
     device = f"cuda:{local}" if torch.cuda.is_available() else None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device
+
+
+def local_rank() -> int:
+    """Which process of its machine a launched process is."""
+    return int(os.environ["LOCAL_RANK"])
 
 
 def _count(variable: str) -> int:

@@ -340,7 +340,7 @@ def test_a_head_in_float8_gives_nearly_the_same_losses_and_gradients() -> None:
     (exact, gradient), (rounded, rounded_gradient) = found
     assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.02
     assert 0 < float((rounded_gradient - gradient).norm() / gradient.norm()) < 0.1
-    with pytest.raises(ValueError, match=r"multiples of 16 for sizes, this one is \(500, 64\)"):
+    with pytest.raises(ValueError, match=r"multiples of 16, the head's are \(500, 64\)"):
         Float8Head(head[:500])
 
 

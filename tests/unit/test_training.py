@@ -257,9 +257,10 @@ def test_a_mask_token_that_means_something_is_refused(world: Any, mask: int, mes
         Trainer(config(drafter={"mask_token_id": mask}), tiny_shape(), interface, folders)
 
 
-def test_non_finite_steps_are_skipped_then_stop_the_run_by_document(world: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_non_finite_steps_are_skipped_then_stop_the_run_by_document(world: Any, tmp_path: Path, weights: str) -> None:
     _, interface, folders = world
-    trainer = Trainer(config(), tiny_shape(), interface, folders)
+    trainer = Trainer(config(loss=LOSS.model_copy(update={"weights": weights})), tiny_shape(), interface, folders)
     trainer.learner.mask = torch.full_like(trainer.learner.mask, float("nan"))
     before = {name: tensor.clone() for name, tensor in trainer.learner.drafter.state_dict().items()}
     with pytest.raises(

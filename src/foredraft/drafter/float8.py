@@ -20,12 +20,16 @@ class Float8Head:
     """Rows ``(V, D)`` of the LM head.
 
     Raises:
-        ValueError: a size is no multiple of 16, which the products ask for.
+        ValueError: a size is no multiple of 16, which the products ask for; or the GPU has none.
     """
 
     def __init__(self, rows: Tensor):
         if rows.shape[0] % 16 or rows.shape[1] % 16:
-            raise ValueError(f"a head in float8 has multiples of 16 for sizes, this one is {tuple(rows.shape)}")
+            raise ValueError(
+                f"train.head_float8 needs sizes that are multiples of 16, the head's are {tuple(rows.shape)}"
+            )
+        if rows.is_cuda and torch.cuda.get_device_capability(rows.device) < (8, 9):
+            raise ValueError("train.head_float8: this GPU has no products in float8")
         self._rows, self._scale = rounded(rows)
         self._columns = self._rows.T.contiguous().T  # the same, column by column
 
@@ -34,11 +38,15 @@ class Float8Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden (M, D) @ rows.T``, in the type of ``hidden``."""
+        if not len(hidden):
+            return hidden.new_empty(0, len(self))
         states, scale = rounded(hidden)
         return torch._scaled_mm(states, self._rows.T, scale, self._scale, out_dtype=hidden.dtype)
 
     def pull_back(self, gradient: Tensor, out: Tensor) -> None:
         """``gradient (M, V) @ rows`` into ``out (M, D)``."""
+        if not len(out):
+            return
         small = (gradient * GRADIENT_SCALE).to(torch.float8_e5m2)
         scale = torch.tensor(1 / GRADIENT_SCALE, device=gradient.device)
         torch._scaled_mm(small, self._columns, scale, self._scale, out_dtype=out.dtype, out=out)
@@ -46,5 +54,5 @@ class Float8Head:
 
 def rounded(values: Tensor) -> tuple[Tensor, Tensor]:
     """Float8 e4m3 and the scale, float32, by which the largest becomes float8's largest."""
-    scale = values.abs().amax().float().clamp(min=1e-12) / LARGEST
-    return (values / scale.to(values.dtype)).to(torch.float8_e4m3fn), scale
+    scale = (values.abs().amax().float().clamp(min=1e-12) / LARGEST).to(values.dtype)
+    return (values / scale).to(torch.float8_e4m3fn), scale.float()

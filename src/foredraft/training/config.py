@@ -64,6 +64,8 @@ class TrainConfig(Config):
     def _check(self) -> "TrainConfig":
         if self.optimizer == "muon" and self.parallel == "fsdp":
             raise ValueError("optimizer = muon needs whole matrices: parallel = ddp")
+        if self.head_float8 and self.loss.ce + self.loss.kl + self.loss.tv > 3.5:
+            raise ValueError("head_float8 holds gradients up to 3.5: lower loss.ce, .kl and .tv, and raise lr instead")
         if self.tokens_per_step % self.tokens_per_row:
             raise ValueError(
                 f"tokens_per_step = {self.tokens_per_step} is no multiple of tokens_per_row = {self.tokens_per_row}"

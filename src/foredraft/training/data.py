@@ -74,6 +74,12 @@ class Row:
         }
         return replace(self, **moved, blocks=self.blocks.to(device))
 
+    def used_on(self, stream: "torch.cuda.Stream") -> None:
+        """Keep the memory, which was taken on another stream, until what is queued on this one is done."""
+        for value in (*vars(self).values(), *vars(self.blocks).values()):
+            if isinstance(value, Tensor):
+                value.record_stream(stream)
+
 
 @dataclass(frozen=True)
 class RowSizes:
@@ -242,6 +248,7 @@ def ahead(makers: Iterable[Callable[[], Row]], device: torch.device) -> Iterator
                 raise item
             row, arrived = item
             torch.cuda.current_stream(device).wait_event(arrived)
+            row.used_on(torch.cuda.current_stream(device))
             yield row
     finally:
         stopped.set()

@@ -1,7 +1,8 @@
 """One optimiser step: rows in, weights changed, sums out. Knows nothing of files, epochs or checkpoints."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from foredraft.training.config import TrainConfig
 from foredraft.training.data import Row
 from foredraft.training.objective import Head, Outcome, run_row
 from foredraft.training.optim import Average, build_optimizers
-from foredraft.training.ranks import Ranks, put, whole
+from foredraft.training.ranks import Ranks, let_go, put, whole
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Learner:
         norm_of_mean = whole(torch.nn.utils.get_total_norm(gradients)).double()
         loss, weight, accepted, blocks, *_, norm = torch.cat([sums, norm_of_mean[None]]).tolist()
         step = Step(0.0, 0.0, int(accepted), int(blocks), None)
-        if weight > 0:
+        if weight != 0:  # a weight that is no number is no reason to count nothing
             scale = self.ranks.world / weight  # processes exchange the mean of their sums
             step = replace(step, loss=loss / weight, norm=norm * scale)
             if math.isfinite(step.loss) and math.isfinite(step.norm):
@@ -97,9 +98,16 @@ class Learner:
         """One forward pass."""
         return run_row(self.model, self.drafter.shape.choice, row, self.mask, head, self.config.loss)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """With the weights that are validated and published: the average, if there is one."""
-        return self.average.in_place() if self.average else nullcontext()
+        if self.average is None:
+            yield
+            return
+        with self.average.in_place():
+            let_go(self.drafter)
+            yield
+        let_go(self.drafter)
 
     def weights(self) -> dict[str, Tensor]:
         """The drafter's state dict, whole. Every process must ask."""

@@ -82,6 +82,15 @@ class Ranks:
         return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
 
 
+def let_go(drafter: nn.Module) -> None:
+    """Drop weights that FSDP has gathered: shards that were overwritten are to be gathered anew."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in drafter.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded. Every process must ask."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from foredraft.artifacts import (
     ArtifactError,
@@ -25,7 +26,7 @@ from foredraft.artifacts import (
 from foredraft.devices import default_device
 from foredraft.drafter.config import DrafterShape
 from foredraft.drafter.model import Drafter
-from foredraft.launch import launch, node_count, place, process_count
+from foredraft.launch import launch, local_rank, node_count, place, process_count
 from foredraft.layouts.zlab import WEIGHTS as ZLAB_WEIGHTS
 from foredraft.progress import Progress
 from foredraft.provenance import commit
@@ -74,6 +75,8 @@ class Trainer:
         check_mask_token(config.drafter.mask_token_id, self.train_data, interface.manifest.facts)
         dtype = getattr(torch, config.compute_dtype)
         rows = self.train_data.answer_ids() if config.head_rows == "occurring" else None
+        if rows is not None and config.head_float8:
+            rows = filled_up(rows, len(interface.lm_head), 16)
         drafter = Drafter(shape)
         initialise(drafter, config.start, interface, torch.Generator().manual_seed(config.seed))
         embeddings = interface.embed_tokens.to(dtype)
@@ -98,10 +101,10 @@ class Trainer:
         made = (partial(self.make_row, planned, counts) for share in shares for planned, counts in share)
         rows = ahead(made, ranks.device)
         title = "train" if ranks.rank == 0 else f"train-{ranks.rank}"
-        live, tracker = (self.live, config.tracker) if ranks.rank == 0 else (None, None)
+        tracker = config.tracker if ranks.rank == 0 else None
         with (
             told_to_stop() as stop,
-            tracking(live, tracker, scratch.path, progressed.curve) as track,
+            tracking(self.live, tracker, scratch.path, progressed.curve) as track,
             Progress(title, len(self.plan), "steps", done=progressed.step) as progress,
         ):
             for share in shares:
@@ -116,8 +119,8 @@ class Trainer:
                     record |= self._validate_and_keep_best(progressed, scratch)
                 progressed.curve.append(record)
                 track(record)
-                stopping = ranks.any(stop.is_set())
-                if last or stopping or progressed.step % config.checkpoint_every == 0:
+                stopping, new_best = ranks.any(stop.is_set()), progressed.best.get("step") == progressed.step
+                if last or stopping or new_best or progressed.step % config.checkpoint_every == 0:
                     self._save(progressed, scratch)
                 progress.advance(1, note=f"loss {record['loss']:.3f}")
                 if stopping and not last:
@@ -246,6 +249,13 @@ def plan_steps(data: FeatureData, config: TrainConfig) -> list[list[tuple[int, l
     return [rows[i : i + config.rows_per_step] for i in range(0, len(rows), config.rows_per_step)]
 
 
+def filled_up(ids: Tensor, count: int, multiple: int) -> Tensor:
+    """Sorted ``ids`` of ``count``, and the first others, so that there are a ``multiple`` of them."""
+    others = torch.ones(count, dtype=torch.bool)
+    others[ids] = False
+    return torch.cat([ids, others.nonzero()[: -len(ids) % multiple, 0]]).sort().values
+
+
 def pooled(outcomes: list[Outcome], ranks: Ranks) -> dict[str, Any]:
     """Numbers of a whole set, from sums and counts."""
     sums = ranks.sum(torch.stack([outcome.flat() for outcome in outcomes]).sum(0)).tolist()
@@ -323,7 +333,9 @@ def train(
     if join and node_count() == 1:
         raise ValueError("--join helps another machine: set FOREDRAFT_NODES and FOREDRAFT_RENDEZVOUS as there")
     with open_scratch("train", key, shared=join) as scratch:
-        job = Job(config, shape, features, target, identity, scratch.path, live, torch.get_num_threads())
+        job = Job(
+            config, shape, features, target, identity, scratch.path, None if join else live, torch.get_num_threads()
+        )
         processes = process_count()
         if processes == 1 and node_count() == 1:
             train_share(job, Ranks(torch.device(default_device())))
@@ -373,11 +385,11 @@ def train_launched_share(job: Job) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(job.threads)
+    if local_rank() > 0:
+        job = replace(job, live=None)
     torch.distributed.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    try:
-        train_share(job, Ranks(device, rank, world))
-    finally:
-        torch.distributed.destroy_process_group()
+    train_share(job, Ranks(device, rank, world))
+    torch.distributed.destroy_process_group()  # not where something is wrong: the others may not come to it
 
 
 def train_share(job: Job, ranks: Ranks) -> None:

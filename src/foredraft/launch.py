@@ -62,6 +62,8 @@ def launch(
     endpoint = rendezvous() if nodes > 1 else "localhost:0"
     if nodes > 1:
         print(f"{name}: waiting at {endpoint} until {nodes} machines do this same work")
+    known = LaunchConfig.__dataclass_fields__
+    patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -70,7 +72,7 @@ def launch(
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
         max_restarts=restarts,
-        **({"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}),
+        **patience,
     )
     for old in scratch.glob(f"{REFUSED}*"):
         old.unlink()

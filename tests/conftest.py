@@ -36,16 +36,7 @@ DENSE: dict[str, Any] = {
 
 def tiny_llama(**changes: object) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.5,
-    }
+    settings = DENSE | {"tie_word_embeddings": True, "initializer_range": 0.5}
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from foredraft.launch import launch
+from foredraft.launch import launch, place
 from foredraft.scratch import Scratch
+from foredraft.target.interface import read_interface
 from foredraft.training.checkpoint import Progressed, checkpoints, load_checkpoint
 from foredraft.training.ranks import Ranks
-from foredraft.training.trainer import WEIGHTS, Job, Trainer, train_launched_share
+from foredraft.training.trainer import WEIGHTS, Job, Trainer, train_launched_share, train_share
 from tests.builders import keep_interface, make_features, make_interface, tiny_frozen
 from tests.conftest import ROOT, tiny_shape
 from tests.unit.test_training import config
@@ -42,8 +43,6 @@ def job(folder: Path, scratch: Path, **changes: Any) -> Job:
 
 def trained(job: Job, processes: int) -> tuple[Progressed, dict[str, dict[str, torch.Tensor]]]:
     if processes == 1:
-        from foredraft.training.trainer import train_share
-
         train_share(job, Ranks(torch.device("cpu")))
     else:
         launch(train_launched_share, job, "train", job.scratch, processes)
@@ -100,9 +99,6 @@ class Halting(Trainer):
 
 
 def stop_after_two_checkpoints(job: Job) -> None:
-    from foredraft.launch import place
-    from foredraft.target.interface import read_interface
-
     torch.set_num_threads(1)
     rank, world, _ = place()
     torch.distributed.init_process_group("gloo")

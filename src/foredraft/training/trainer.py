@@ -162,15 +162,10 @@ class Trainer:
         }
 
     @torch.no_grad()
-    def validate(self, anchors: int | None = None) -> dict[str, Any]:
-        """Loss and acceptance on held-out documents: the same code, all rows of the head, fixed anchors.
-
-        Args:
-            anchors: in all; by default as many as the params say.
-        """
+    def validate(self) -> dict[str, Any]:
+        """Loss and acceptance on held-out documents: the same code, all rows of the head, fixed anchors."""
         rows = list(enumerate(self.validation_data.epoch(self.config.seed, 0, self.config.tokens_per_row)))
-        wanted = self.config.validation_anchors if anchors is None else anchors
-        sizes = replace(self.sizes, anchors=max(1, wanted // len(rows)))
+        sizes = replace(self.sizes, anchors=max(1, self.config.validation_anchors // len(rows)))
         shared = self.ranks.share(rows)
         made = (partial(self.validation_data.row, documents, sizes, number) for (number, documents), _ in shared)
         full_head = self.full_head.to(self.ranks.device, self.learner.mask.dtype)

@@ -69,11 +69,13 @@ class Ground:
         epochs: other than the params'.
 
     Attributes:
+        asked: what it was made of.
         section: the ``train`` section, as it is read.
         checkpoint: folder of the target's full weights.
     """
 
     def __init__(self, data: Path, prompts: Path, anchors: int, epochs: int | None = None):
+        self.asked = {"data": data, "prompts": prompts, "anchors": anchors, "epochs": epochs}
         target, fetch = load_section(PARAMS, "target", TargetConfig), load_section(PARAMS, "fetch", FetchConfig)
         params = read_params(PARAMS)
         self.section: dict[str, Any] = params["train"] | ({"epochs": epochs} if epochs else {})

@@ -14,7 +14,14 @@ import torch
 Part = Callable[[], dict[str, Any]]
 
 
-def run(script: str, parts: dict[str, Part], chosen: list[str], about: dict[str, Any], paths: dict[str, str]) -> None:
+def run(
+    script: str,
+    parts: dict[str, Part],
+    chosen: list[str],
+    about: dict[str, Any],
+    paths: dict[str, str],
+    compared: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: {},
+) -> None:
     """The script's main: ``OUT.json [part ...]`` runs parts, ``--part NAME OUT.json`` one of them in this process.
 
     A part that fails leaves its findings out; the report is written after each.
@@ -23,6 +30,7 @@ def run(script: str, parts: dict[str, Part], chosen: list[str], about: dict[str,
         chosen: parts to run where none is named.
         about: what the report says beside commit, hardware and versions.
         paths: for each part that may see it, the environment variable that names a folder of packages.
+        compared: what follows from all that was found so far.
     """
     if sys.argv[1] == "--part":
         Path(sys.argv[3]).write_text(json.dumps(parts[sys.argv[2]]()), encoding="utf-8")
@@ -45,6 +53,7 @@ def run(script: str, parts: dict[str, Part], chosen: list[str], about: dict[str,
             failed.append(name)
         else:
             report |= json.loads(result.read_text(encoding="utf-8"))
+            report |= compared(report)
         print(name, f"{time.perf_counter() - start:.0f} s", flush=True)
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))

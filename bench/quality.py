@@ -107,7 +107,8 @@ def variants_of(section: dict[str, Any]) -> dict[str, Variant]:
         "periodic tails: 0.3": Variant({"periodic_tails": 0.3}),
         "periodic tails: 0": Variant({"periodic_tails": 0.0}),
         "whole head": Variant({"head_rows": "full"}),
-        "whole head in float8": Variant({"head_rows": "full", "head_float8": True}),
+        "whole head, float8 head": Variant({"head_rows": "full", "float8": "head"}),
+        "whole head, float8 layers": Variant({"head_rows": "full", "float8": "all"}),
         "float8 features": Variant(float8=True),
     }
 

@@ -1,6 +1,6 @@
 """What a training step of a large drafter costs on a GPU: ours, speculators' and the matrix products alone.
 
-usage: python bench/train_gpu.py OUT.json [part ...]     (the part ``two`` wants two GPUs)
+usage: python bench/train_gpu.py OUT.json [part ...]     (the parts ``two`` and ``fsdp`` want two GPUs)
 
 Runs where there is a GPU, PyTorch, Triton and Transformers (and pydantic, filelock, ruamel.yaml, which may lie in the
 folder $PEER, beside speculators 0.9.0). The drafter has the shape of the one published for Qwen3.6-27B and random weights;
@@ -9,12 +9,14 @@ a step reads one document of 3,072 tokens with 512 blocks of 16 and ends with Ad
 
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ TOKENS, ANCHORS, BLOCK = 3072, 512, 16
 LAYERS, HEADS, KV_HEADS, HEAD, HIDDEN, FFN, VOCABULARY, TAPS = 5, 32, 8, 128, 5120, 17_408, 248_320, 5
 TOP_K = 16
 WARM_UP, REPEATS = 4, 5
-GIB = 2**30
+PROFILE = ROOT / "profiles/qwen3.6-27b.yaml"
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -49,61 +51,40 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def make_learner(weights: str, ranks: Any, parallel: str = "ddp", head_float8: bool = False, **changes: Any) -> Any:
+def make_learner(
+    weights: str, ranks: Any, parallel: str = "ddp", float8: str = "none", drafter: dict[str, Any] | None = None
+) -> Any:
     """A drafter of the published shape, at random, with its optimiser and the target's head.
 
     Args:
-        changes: of the drafter's config, for a smaller one.
+        weights: their type, and that of the optimiser's state.
+        drafter: changes of its config, for a smaller one.
     """
-    from foredraft.drafter.config import DrafterConfig, DrafterShape, LossConfig
+    from foredraft.drafter.config import DrafterShape
     from foredraft.drafter.model import Drafter, initialise_random
+    from foredraft.params import parse_section, read_params
     from foredraft.training.config import TrainConfig
     from foredraft.training.learner import Learner
     from foredraft.training.objective import Head
 
-    choice = DrafterConfig(
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD,
-        ffn_size=FFN,
-        block_size=BLOCK,
-        mask_token_id=VOCABULARY - 1,
-    ).model_copy(update=changes)
-    loss = LossConfig(
-        labels="target_argmax", ce=1.0, kl=0.0, tv=0.0, weights="decay", gamma=7.0, alpha=0.5, equal_blocks=False
-    )
-    config = TrainConfig(
-        drafter=choice,
-        start="random",
-        head_rows="full",
-        head_float8=head_float8,
-        loss=loss,
-        periodic_tails=1.0,
-        optimizer="adamw",
-        lr=6e-4,
-        schedule="cosine",
-        warmup=0.04,
-        weight_decay=0.01,
-        betas=(0.9, 0.95),
-        clip=1.0,
-        average=0.0,
-        epochs=1,
-        tokens_per_row=TOKENS,
-        anchors_per_row=ANCHORS,
-        tokens_per_step=TOKENS,
-        compute_dtype="bfloat16",
-        weights_dtype=weights,
-        parallel=parallel,
-        seed=1,
-        validate_every=1000,
-        validation_anchors=512,
-        checkpoint_every=1000,
-        tracker=None,
-        max_skipped_steps=0,
-    )
+    section = read_params(PROFILE)["train"]
+    layers = {"sliding_window": None, "full_attention_layers": None, "mask_token_id": VOCABULARY - 1} | (drafter or {})
+    changes = {
+        "drafter": section["drafter"] | layers,
+        "loss": section["loss"] | {"weights": "decay", "ce": 1.0, "kl": 0.0, "tv": 0.0},
+        "optimizer": "adamw",
+        "weight_decay": 0.01,
+        "tokens_per_row": TOKENS,
+        "anchors_per_row": ANCHORS,
+        "tokens_per_step": TOKENS,
+        "weights_dtype": weights,
+        "parallel": parallel,
+        "float8": float8,
+        "average": 0.0,
+    }
+    config = parse_section(PROFILE, "train", section | changes, TrainConfig)
     shape = DrafterShape(
-        choice=choice,
+        choice=config.drafter,
         hidden_size=HIDDEN,
         vocab_rows=VOCABULARY,
         target_layer_ids=(1, 16, 31, 46, 61),
@@ -179,11 +160,10 @@ def truth() -> dict[str, Any]:
         worth=torch.ones(len(slots)),
     )
     shape = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "ffn_size": 512}
+    shape |= {"sliding_window": 100, "full_attention_layers": [1]}
     found = []
     for device in (torch.device("cpu"), torch.device("cuda")):
-        learner = make_learner(
-            "float32", Ranks(torch.device("cpu")), **shape, sliding_window=100, full_attention_layers=(1,)
-        )
+        learner = make_learner("float32", Ranks(torch.device("cpu")), drafter=shape)
         config = learner.config
         config = config.model_copy(
             update={"compute_dtype": "float32", "loss": config.loss.model_copy(update={"kl": 0.5})}
@@ -202,13 +182,13 @@ def truth() -> dict[str, Any]:
     }
 
 
-def ours(weights: str, head_float8: bool = False) -> dict[str, Any]:
-    """Our step, with weights and optimiser in this type, and the head's products in float8 or bfloat16."""
+def ours(weights: str, float8: str = "none") -> dict[str, Any]:
+    """Our step, with weights and optimiser in this type, and some products in float8."""
     from foredraft.training.ranks import Ranks
 
     rows = [make_row(seed) for seed in range(4)]
     start = time.perf_counter()
-    learner = make_learner(weights, Ranks(torch.device("cuda")), head_float8=head_float8)
+    learner = make_learner(weights, Ranks(torch.device("cuda")), float8=float8)
     losses = [learner.learn([rows[0]], 1e-4).loss]
     torch.cuda.synchronize()
     first = time.perf_counter() - start
@@ -240,7 +220,7 @@ def disk() -> dict[str, Any]:
     device, documents, passes = torch.device("cuda"), 16, 3
     embeddings = torch.randn(VOCABULARY, HIDDEN).bfloat16()
     sizes = RowSizes(TOKENS, ANCHORS, BLOCK, embeddings)
-    learner = make_learner("bfloat16", Ranks(device))
+    learner = make_learner("bfloat16", Ranks(device), float8="all")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         for storage in ("bfloat16", "float8_e4m3fn"):
@@ -320,38 +300,42 @@ def forget(path: Path) -> None:
 
 def two() -> dict[str, Any]:
     """A row for each of two GPUs beside one on one, by the launcher of the stage."""
-    from foredraft.launch import launch
-
-    times = {}
-    with tempfile.TemporaryDirectory() as name:
-        for processes, weights, parallel in ((1, "bfloat16", "ddp"), (2, "bfloat16", "ddp"), (2, "float32", "fsdp")):
-            folder = Path(name) / f"{processes}-{parallel}"
-            folder.mkdir()
-            launch(share_of_step, (folder, weights, parallel), "bench", folder, processes)
-            times[processes, parallel] = json.loads((folder / "found.json").read_text())
-            print(processes, parallel, times[processes, parallel], flush=True)
-    one, both, sharded = times.values()
+    one, both = (launched(processes, "bfloat16", "ddp", "all") for processes in (1, 2))
     return {
         "one_of_two_gpus_milliseconds": one["milliseconds"],
         "two_gpu_milliseconds": both["milliseconds"],
         "two_gpu_ratio": round(2 * one["milliseconds"] / both["milliseconds"], 3),
-        "fsdp_float32_milliseconds": sharded["milliseconds"],
-        "fsdp_float32_peak_gb": sharded["peak_gb"],
     }
 
 
-def share_of_step(job: tuple[Path, str, str]) -> None:
+def fsdp() -> dict[str, Any]:
+    """Two GPUs that share weights and optimiser, both in float32."""
+    return {"fsdp_float32": launched(2, "float32", "fsdp", "none")}
+
+
+def launched(processes: int, *how: str) -> dict[str, Any]:
+    """A step in so many processes, of a :func:`make_learner` of ``how``."""
+    from foredraft.launch import launch
+
+    with tempfile.TemporaryDirectory() as name:
+        launch(share_of_step, (Path(name), how), "bench", Path(name), processes)
+        found: dict[str, Any] = json.loads((Path(name) / "found.json").read_text())
+    print(processes, *how, found, flush=True)
+    return found
+
+
+def share_of_step(job: tuple[Path, tuple[str, str, str]]) -> None:
     """What one of the processes does."""
     from foredraft.launch import place
     from foredraft.training.ranks import Ranks
 
-    folder, weights, parallel = job
+    folder, (weights, parallel, float8) = job
     rank, world, cuda = place()
     device = torch.device(cuda or "cpu")
     torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl", device_id=device)
     rows = [make_row(10 * rank + seed) for seed in range(4)]
-    learner = make_learner(weights, Ranks(device, rank, world), parallel)
+    learner = make_learner(weights, Ranks(device, rank, world), parallel, float8)
     steps = iter(range(10**6))
     seconds = seconds_of(lambda: learner.learn([rows[next(steps) % 4]], 1e-4))
     if rank == 0:
@@ -372,45 +356,58 @@ def by_kernel(work: Callable[[], Any]) -> dict[str, float]:
 
 
 def floor() -> dict[str, Any]:
-    """All matrix products of a step and nothing else: forward, by input, by weight; of the head the first two."""
-    slots, scored = ANCHORS * BLOCK, ANCHORS * (BLOCK - 1)
-    wide = HEADS * HEAD + 0
-    narrow = KV_HEADS * HEAD
-    layer = [
-        (slots, HIDDEN, wide),
+    """All matrix products of a step and nothing else: forward, by input, by weight; of the head the first two.
+
+    Once in bfloat16, and once with those over slots in float8, of operands that lie there rounded.
+    """
+    slots, scored, part = ANCHORS * BLOCK, ANCHORS * (BLOCK - 1), 1280
+    wide, narrow = HEADS * HEAD, KV_HEADS * HEAD
+    over_slots = [
+        (slots, HIDDEN, wide + 2 * narrow),
         (slots, wide, HIDDEN),
-        (slots, HIDDEN, FFN),
-        (slots, HIDDEN, FFN),
+        (slots, HIDDEN, 2 * FFN),
         (slots, FFN, HIDDEN),
     ]
-    layer += [(slots, HIDDEN, narrow)] * 2 + [(TOKENS, HIDDEN, narrow)] * 2
-    products = layer * LAYERS + [(TOKENS, TAPS * HIDDEN, HIDDEN)]
-    operands: dict[tuple[int, int], Tensor] = {}
+    over_context = [(TOKENS, HIDDEN, 2 * narrow)] * LAYERS
+    features = (TOKENS, TAPS * HIDDEN, HIDDEN)
 
-    def operand(rows: int, columns: int) -> Tensor:
-        if (rows, columns) not in operands:
-            operands[rows, columns] = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-        return operands[rows, columns]
+    @cache
+    def operand(rows: int, columns: int, float8: bool) -> Tensor:
+        made = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        return made.to(torch.float8_e4m3fn) if float8 else made
 
-    def work() -> None:
-        for rows, inputs, outputs in products:
-            x, weight, gradient = operand(rows, inputs), operand(outputs, inputs), operand(rows, outputs)
-            x @ weight.T
-            gradient.T @ x
-            if (rows, inputs) != (TOKENS, TAPS * HIDDEN):
-                gradient @ weight
-        head = operand(VOCABULARY, HIDDEN)
-        for _ in range(scored // 1280):
-            part = operand(1280, HIDDEN) @ head.T
-            part @ head
+    def product(rows: int, inner: int, columns: int, float8: bool) -> None:
+        left, right = operand(rows, inner, float8), operand(columns, inner, float8).T
+        if float8:
+            torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+        else:
+            torch.mm(left, right)
 
-    seconds = seconds_of(work)
-    operations = sum(2 * r * i * o * (3 if i != TAPS * HIDDEN else 2) for r, i, o in products)
-    operations += 4 * scored * HIDDEN * VOCABULARY
+    def work(float8: bool) -> None:
+        for rows, inputs, outputs in over_slots * LAYERS:
+            product(rows, inputs, outputs, float8)
+            product(rows, outputs, inputs, float8)
+            product(outputs, rows, inputs, float8)
+        for rows, inputs, outputs in over_context:
+            product(rows, inputs, outputs, False)
+            product(rows, outputs, inputs, False)
+            product(outputs, rows, inputs, False)
+        rows, inputs, outputs = features
+        product(rows, inputs, outputs, False)
+        product(outputs, rows, inputs, False)
+        for _ in range(scored // part):
+            product(part, HIDDEN, VOCABULARY, float8)
+            product(part, VOCABULARY, HIDDEN, float8)
+
+    one = torch.ones((), device="cuda")
+    seconds = {float8: seconds_of(lambda kind=float8: work(kind)) for float8 in (False, True)}
+    sizes = [math.prod(size) for size in over_slots * LAYERS + over_context]
+    operations = 2 * (3 * sum(sizes) + 2 * math.prod(features) + 2 * scored * HIDDEN * VOCABULARY)
     return {
-        "floor_milliseconds": round(seconds * 1e3, 1),
+        "floor_milliseconds": round(seconds[False] * 1e3, 1),
+        "float8_floor_milliseconds": round(seconds[True] * 1e3, 1),
         "floor_tflop": round(operations / 1e12, 1),
-        "floor_tflops": round(operations / seconds / 1e12),
+        "floor_tflops": round(operations / seconds[False] / 1e12),
     }
 
 
@@ -480,16 +477,40 @@ def peer() -> dict[str, Any]:
 
 
 PARTS: dict[str, parts.Part] = {
+    "float8": lambda: {"float8": ours("bfloat16", "all")},
     "bfloat16": lambda: {"bfloat16": ours("bfloat16")},
-    "float32": lambda: {"float32": ours("float32")},
-    "float8_head": lambda: {"float8_head": ours("bfloat16", head_float8=True)},
-    "floor": floor,
     "peer": peer,
-    "truth": truth,
+    "floor": floor,
     "disk": disk,
+    "truth": truth,
     "two": two,
+    "float8_head": lambda: {"float8_head": ours("bfloat16", "head")},
+    "float32": lambda: {"float32": ours("float32")},
+    "fsdp": fsdp,
 }
+
+
+def compared(found: dict[str, Any]) -> dict[str, Any]:
+    """Ours, all in float8 that can be, beside the peer and the products alone, as far as they were measured."""
+    report: dict[str, Any] = {}
+    if "float8" in found:
+        own = found["float8"]
+        report |= {key: own[key] for key in ("milliseconds", "anchors_per_s", "peak_gb", "first_step_s")}
+        if "peer_anchors_per_s" in found:
+            report["ratio"] = round(own["anchors_per_s"] / found["peer_anchors_per_s"], 3)
+            report["peak_ratio"] = round(own["peak_gb"] / found["peer_peak_gb"], 3)
+        if "floor_milliseconds" in found:
+            report["floor_share"] = round(found["float8_floor_milliseconds"] / own["milliseconds"], 3)
+    if "bfloat16" in found:
+        own = found["bfloat16"]
+        if "peer_anchors_per_s" in found:
+            report["bfloat16_ratio"] = round(own["anchors_per_s"] / found["peer_anchors_per_s"], 3)
+        if "floor_milliseconds" in found:
+            report["bfloat16_floor_share"] = round(found["floor_milliseconds"] / own["milliseconds"], 3)
+    return report
+
 
 if __name__ == "__main__":
     about = {"shape": "Qwen3.6-27B's drafter, random weights", "two_gpu_ratio": None}
-    parts.run(__file__, PARTS, [name for name in PARTS if name != "two"], about, dict.fromkeys(PARTS, "PEER"))
+    chosen = ["float8", "bfloat16", "peer", "floor", "disk", "truth"]
+    parts.run(__file__, PARTS, chosen, about, dict.fromkeys(PARTS, "PEER"), compared)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foredraft.drafter import loss
+from foredraft.drafter import float8, loss
 from foredraft.drafter.attention import (
     Attention,
     DocumentAttention,
@@ -340,8 +340,33 @@ def test_a_head_in_float8_gives_nearly_the_same_losses_and_gradients() -> None:
     (exact, gradient), (rounded, rounded_gradient) = found
     assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.02
     assert 0 < float((rounded_gradient - gradient).norm() / gradient.norm()) < 0.1
-    with pytest.raises(ValueError, match=r"multiples of 16, the head's are \(500, 64\)"):
+    with pytest.raises(ValueError, match=r"multiples of 16, not \(500, 64\)"):
         Float8Head(head[:500])
+
+
+def test_a_layer_in_float8_gives_nearly_the_same_outputs_and_gradients() -> None:
+    torch.manual_seed(3)
+    x, weight, pull = torch.randn(2, 24, 64) * 30, torch.randn(112, 64) * 0.02, torch.randn(2, 24, 112) * 1e-6
+    found = []
+    for product in (torch.nn.functional.linear, float8.linear):
+        leaves = [x.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()]
+        out = product(*leaves)
+        out.backward(pull.bfloat16())
+        found.append([out.detach().float(), *(leaf.grad.float() for leaf in leaves)])  # type: ignore[union-attr]
+    for exact, rounded in zip(*found, strict=True):
+        assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.08
+
+
+def test_float8_is_for_training_alone_and_for_sizes_that_have_it() -> None:
+    drafter = tiny_drafter()
+    part, x = drafter.layers[0].mlp, torch.randn(1, 32, drafter.shape.hidden_size)
+    expected = part(x).detach()
+    drafter.train_in_float8()
+    with torch.no_grad():
+        assert torch.equal(part(x), expected)
+    assert not torch.equal(part(x), expected)
+    with pytest.raises(ValueError, match="multiples of 16: not 40"):
+        tiny_drafter(ffn_size=40).train_in_float8()
 
 
 def test_a_tail_without_mass_is_finite() -> None:

@@ -48,7 +48,7 @@ def config(**changes: Any) -> TrainConfig:
         "drafter": DrafterConfig(**TINY_CHOICE | changes.pop("drafter", {})),
         "start": "random",
         "head_rows": "occurring",
-        "head_float8": False,
+        "float8": "none",
         "loss": LOSS,
         "periodic_tails": 1.0,
         "optimizer": "adamw",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from foredraft.drafter import float8
 from foredraft.drafter.attention import Attention, KeysValues
 from foredraft.drafter.config import DrafterShape
 
@@ -81,6 +82,19 @@ class Drafter(nn.Module):
         """See :func:`rotary`."""
         return rotary(positions, self.shape.choice.head_dim, self.shape.rope_theta)
 
+    def train_in_float8(self) -> None:
+        """Let the layers' products over slots be in float8 wherever gradients are wanted.
+
+        Raises:
+            ValueError: a size is no multiple of 16.
+        """
+        sizes = {size for name, weight in self.layers.named_parameters() for size in weight.shape if weight.dim() > 1}
+        if odd := sorted(size for size in sizes if size % float8.MULTIPLE):
+            raise ValueError(f"train.float8 needs sizes that are multiples of 16: not {', '.join(map(str, odd))}")
+        for module in self.modules():
+            if isinstance(module, DrafterLayer | ContextAttention | SwiGLU):
+                module.linear = linear_in_float8
+
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile what stands before and behind attention, forward and backward, for the few shapes that training has."""
         torch._dynamo.config.recompile_limit = 32
@@ -89,8 +103,28 @@ class Drafter(nn.Module):
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False, backend=backend))
 
 
+def made_again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function(x)``, which compiled layers do not keep for the backward pass: it is large, and cheap to make again."""
+    if not torch.compiler.is_compiling():
+        return function(x)
+    again: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+    return again
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in the type of ``x``, whatever the type in which the weight is kept."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def linear_in_float8(x: Tensor, weight: Tensor) -> Tensor:
+    """The same by products in float8 where there will be a backward pass; elsewhere, as it will be served."""
+    return float8.linear(x, weight.to(x.dtype)) if torch.is_grad_enabled() else linear(x, weight)
+
+
 class DrafterLayer(nn.Module):
     """Pre-norm decoder layer whose attention reads the context beside the block."""
+
+    linear = staticmethod(linear)
 
     def __init__(self, shape: DrafterShape):
         super().__init__()
@@ -127,12 +161,14 @@ class DrafterLayer(nn.Module):
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """All that comes after attention ``(B, H, Q, d)``."""
-        hidden = hidden + linear(attended.transpose(1, 2).flatten(2), self.self_attn.o_proj.weight)
+        hidden = hidden + self.linear(attended.transpose(1, 2).flatten(2), self.self_attn.o_proj.weight)
         return hidden + self.mlp(made_again(self.post_attention_layernorm, hidden))
 
 
 class ContextAttention(nn.Module):
     """Projections of grouped-query attention over context and block, with RMS-normed queries and keys."""
+
+    linear = staticmethod(linear)
 
     def __init__(self, shape: DrafterShape):
         super().__init__()
@@ -148,7 +184,7 @@ class ContextAttention(nn.Module):
 
     def queries_keys_values(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
         """Of the block's slots ``(B, Q, D)``."""
-        queries, keys, values = (self._heads(part) for part in linear(hidden, self.qkv).split(self.sizes, -1))
+        queries, keys, values = (self._heads(part) for part in self.linear(hidden, self.qkv).split(self.sizes, -1))
         return rotate(self.q_norm(queries), rotation), KeysValues(rotate(self.k_norm(keys), rotation), values)
 
     def keys_values(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
@@ -164,6 +200,8 @@ class ContextAttention(nn.Module):
 class SwiGLU(nn.Module):
     """Gated feed-forward."""
 
+    linear = staticmethod(linear)
+
     def __init__(self, hidden_size: int, ffn_size: int):
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2 * ffn_size, hidden_size))
@@ -171,26 +209,13 @@ class SwiGLU(nn.Module):
         show_apart(self, "gate_up", {"gate_proj": ffn_size, "up_proj": ffn_size})
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(made_again(silu_mul, linear(hidden, self.gate_up)), self.down_proj.weight)
+        return self.linear(made_again(silu_mul, self.linear(hidden, self.gate_up)), self.down_proj.weight)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """SiLU of the first half of ``(..., 2 * F)`` times its second half."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
-
-
-def made_again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)``, which compiled layers do not keep for the backward pass: it is large, and cheap to make again."""
-    if not torch.compiler.is_compiling():
-        return function(x)
-    again: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
-    return again
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in the type of ``x``, whatever the type in which the weight is kept."""
-    return F.linear(x, weight.to(x.dtype))
 
 
 def show_apart(module: nn.Module, merged: str, parts: dict[str, int]) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from foredraft.drafter.config import DrafterConfig, LossConfig
+from foredraft.drafter.float8 import MULTIPLE
 from foredraft.params import Config
 
 
@@ -17,8 +18,9 @@ class TrainConfig(Config):
     or a folder that holds a drafter of this shape in z-lab's layout."""
     head_rows: Literal["occurring", "full"]
     """Vocabulary rows of the training head: those that occur in the answers, or all. Validation always uses all."""
-    head_float8: bool
-    """Products with the training head in float8: twice the rate on a GPU, a little noise in the gradient."""
+    float8: Literal["none", "head", "all"]
+    """Products in float8, at twice the rate on a GPU and with a little noise: those with the training head, or the layers'
+    too. The weights stay what they are, and validation has none of it."""
     loss: LossConfig
     periodic_tails: float = Field(ge=0, le=1)
     """What tokens of an answer's tail that repeats itself weigh: 1 as all others, 0 nothing; then they are no anchors."""
@@ -64,8 +66,11 @@ class TrainConfig(Config):
     def _check(self) -> "TrainConfig":
         if self.optimizer == "muon" and self.parallel == "fsdp":
             raise ValueError("optimizer = muon needs whole matrices: parallel = ddp")
-        if self.head_float8 and self.loss.ce + self.loss.kl + self.loss.tv > 3.5:
-            raise ValueError("head_float8 holds gradients up to 3.5: lower loss.ce, .kl and .tv, and raise lr instead")
+        if self.float8 != "none" and self.loss.ce + self.loss.kl + self.loss.tv > 3.5:
+            raise ValueError("float8 holds gradients up to 3.5: lower loss.ce, .kl and .tv, and raise lr instead")
+        slots = self.anchors_per_row * self.drafter.block_size
+        if self.float8 == "all" and slots % MULTIPLE:
+            raise ValueError(f"float8 = all needs anchors_per_row * block_size = {slots} to be a multiple of {MULTIPLE}")
         if self.tokens_per_step % self.tokens_per_row:
             raise ValueError(
                 f"tokens_per_step = {self.tokens_per_step} is no multiple of tokens_per_row = {self.tokens_per_row}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from foredraft.drafter.float8 import require_float8
 from foredraft.drafter.model import Drafter
 from foredraft.training.config import TrainConfig
 from foredraft.training.data import Row
@@ -44,8 +45,11 @@ class Learner:
         compute = getattr(torch, config.compute_dtype)
         self.drafter = drafter.to(ranks.device, getattr(torch, config.weights_dtype))
         self.head, self.mask = head.to(ranks.device, compute), mask.to(ranks.device, compute)
-        if config.head_float8:
+        if config.float8 != "none":
+            require_float8(ranks.device)
             self.head = self.head.in_float8()
+        if config.float8 == "all":
+            self.drafter.train_in_float8()
         if ranks.device.type == "cuda":
             self.drafter.compile_layers()
         self.model = ranks.spread(self.drafter, config.parallel, compute)

@@ -25,6 +25,7 @@ from foredraft.artifacts import (
 )
 from foredraft.devices import default_device
 from foredraft.drafter.config import DrafterShape
+from foredraft.drafter.float8 import MULTIPLE
 from foredraft.drafter.model import Drafter
 from foredraft.launch import launch, local_rank, node_count, place, process_count
 from foredraft.layouts.zlab import WEIGHTS as ZLAB_WEIGHTS
@@ -75,8 +76,8 @@ class Trainer:
         check_mask_token(config.drafter.mask_token_id, self.train_data, interface.manifest.facts)
         dtype = getattr(torch, config.compute_dtype)
         rows = self.train_data.answer_ids() if config.head_rows == "occurring" else None
-        if rows is not None and config.head_float8:
-            rows = filled_up(rows, len(interface.lm_head), 16)
+        if rows is not None and config.float8 != "none":
+            rows = filled_up(rows, len(interface.lm_head), MULTIPLE)
         drafter = Drafter(shape)
         initialise(drafter, config.start, interface, torch.Generator().manual_seed(config.seed))
         embeddings = interface.embed_tokens.to(dtype)

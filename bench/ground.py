@@ -13,9 +13,10 @@ import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class Ground:
         data: folder of the artefacts; of ``tokens`` all sources must be there.
         prompts: file of held-out prompts, see :func:`write_prompts`.
         anchors: of the teacher-forced measure, over all validation documents.
-        epochs: other than the params'.
+        changes: of the ``train`` section, ``a.b=value`` each.
 
     Attributes:
         asked: what it was made of.
@@ -74,11 +75,13 @@ class Ground:
         checkpoint: folder of the target's full weights.
     """
 
-    def __init__(self, data: Path, prompts: Path, anchors: int, epochs: int | None = None):
-        self.asked = {"data": data, "prompts": prompts, "anchors": anchors, "epochs": epochs}
+    def __init__(self, data: Path, prompts: Path, anchors: int, changes: tuple[str, ...] = ()):
+        self.asked = {"data": data, "prompts": prompts, "anchors": anchors, "changes": changes}
         target, fetch = load_section(PARAMS, "target", TargetConfig), load_section(PARAMS, "fetch", FetchConfig)
         params = read_params(PARAMS)
-        self.section: dict[str, Any] = params["train"] | ({"epochs": epochs} if epochs else {})
+        self.section: dict[str, Any] = params["train"]
+        for change in changes:
+            self.section = merged(self.section, as_mapping(change))
         self.features = {source: data / "features" / source for source in sorted(params["sources"])}
         make_missing(data, list(self.features), target, fetch)
         manifests = open_all_features(self.features)
@@ -188,6 +191,15 @@ def merged(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """``section`` with ``changes``, mapping by mapping."""
     changed = {key: merged(section[key], to) if isinstance(to, dict) else to for key, to in changes.items()}
     return {**section, **changed}
+
+
+def as_mapping(change: str) -> dict[str, Any]:
+    """``a.b=value`` -> ``{a: {b: value}}``; the value as YAML has it."""
+    path, _, told = change.partition("=")
+    value = YAML(typ="safe").load(told)
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return cast(dict[str, Any], value)
 
 
 def make_missing(data: Path, sources: list[str], target: TargetConfig, fetch: FetchConfig) -> None:

@@ -87,18 +87,20 @@ def variants_of(section: dict[str, Any]) -> dict[str, Variant]:
     return {
         DEFAULT: Variant(),
         "data labels": Variant({"loss": {"labels": "data"}}),
-        "KL 0.2": terms(0.8, 0.2),
-        "KL 0.6": terms(0.4, 0.6),
-        "KL alone": terms(0.0, 1.0),
-        "total variation 0.6": terms(0.4, 0.0, 0.6),
+        "cross-entropy alone": terms(1.0, 0.0),
+        "KL 0.3": terms(0.7, 0.3),
+        "KL 0.9": terms(0.1, 0.9),
+        "total variation for KL": terms(0.4, 0.0, 0.6),
         "weights: decay": Variant({"loss": {"weights": "decay"}}),
+        "D-PACE 0.5": Variant({"loss": {"alpha": 0.5}}),
+        "D-PACE 0.1": Variant({"loss": {"alpha": 0.1}}),
         "equal blocks": Variant({"loss": {"equal_blocks": True}}),
         "half the anchors": Variant({"anchors_per_row": anchors // 2}),
         "twice the anchors": Variant({"anchors_per_row": anchors * 2}),
         "AdamW": Variant({"optimizer": "adamw", "weight_decay": 0.01}),
         "AdamW, half the rate": Variant({"optimizer": "adamw", "weight_decay": 0.01, "lr": rate / 2}),
         "half the rate": Variant({"lr": rate / 2}),
-        "averaged over 100 steps": Variant({"average": 0.99}),
+        "averaged over 50 steps": Variant({"average": 0.98}),
         "cosine": Variant({"schedule": "cosine"}),
         "window 128": sliding(),
         "window 128, last layer full": sliding(layers - 1),
@@ -107,9 +109,10 @@ def variants_of(section: dict[str, Any]) -> dict[str, Variant]:
         "periodic tails: 0.3": Variant({"periodic_tails": 0.3}),
         "periodic tails: 0": Variant({"periodic_tails": 0.0}),
         "whole head": Variant({"head_rows": "full"}),
-        "whole head, float8 head": Variant({"head_rows": "full", "float8": "head"}),
-        "whole head, float8 layers": Variant({"head_rows": "full", "float8": "all"}),
+        "whole head, head in float8": Variant({"head_rows": "full", "float8": "head"}),
+        "whole head, all in float8": Variant({"head_rows": "full", "float8": "all"}),
         "float8 features": Variant(float8=True),
+        "twice the epochs": Variant({"epochs": 2 * section["epochs"]}),
     }
 
 
@@ -136,10 +139,12 @@ def on_the_ground(report: str) -> Callable[[Callable[..., None]], click.Command]
         @click.option("--prompts", type=EXISTING, default=ROOT / "data/prompts.json")
         @click.option("--out", type=click.Path(path_type=Path), default=ROOT / "bench/results" / report)
         @click.option("--seeds", default=3, help="How many.")
-        @click.option("--epochs", type=int, help="Other than the params'.")
+        @click.option(
+            "--set", "changes", multiple=True, help="Of the train section, other than the params': a.b=value."
+        )
         @click.option("--anchors", default=4096, help="Of the teacher-forced measure.")
         def command(out: Path, seeds: int, **own: Any) -> None:
-            asked = {key: own.pop(key) for key in ("data", "prompts", "anchors", "epochs")}
+            asked = {key: own.pop(key) for key in ("data", "prompts", "anchors", "changes")}
             function(Ground(**asked), range(1, seeds + 1), out, **own)
 
         return command

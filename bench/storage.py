@@ -41,7 +41,7 @@ from foredraft.target.frozen import FrozenTarget, load_target
 from foredraft.target.tokenizer import read_tokenizer
 from foredraft.target.weights import checkpoint_folder
 from foredraft.training.config import TrainConfig
-from foredraft.training.trainer import train
+from foredraft.training.stage import train
 
 PARAMS = ROOT / "params.yaml"
 DATA = ROOT / "data"

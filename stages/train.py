@@ -7,7 +7,7 @@ import click
 from foredraft.command import folder_option, stage_command
 from foredraft.params import load_section, read_params
 from foredraft.training.config import TrainConfig
-from foredraft.training.trainer import train
+from foredraft.training.stage import train
 
 
 @stage_command("train")

@@ -17,7 +17,8 @@ from foredraft.scratch import Scratch
 from foredraft.target.interface import read_interface
 from foredraft.training.checkpoint import Progressed, checkpoints, load_checkpoint
 from foredraft.training.ranks import Ranks
-from foredraft.training.trainer import WEIGHTS, Job, Trainer, train_launched_share, train_share
+from foredraft.training.stage import Job, train_launched_share, train_share
+from foredraft.training.trainer import WEIGHTS, Trainer
 from tests.builders import keep_interface, make_features, make_interface, tiny_frozen
 from tests.conftest import ROOT, tiny_shape
 from tests.unit.test_training import config
@@ -120,7 +121,7 @@ def test_two_processes_that_are_told_to_stop_keep_what_is_done(job_folder: Path,
     scratch = tmp_path / "stopped"
     code = (
         "import sys; from pathlib import Path; from foredraft.launch import launch\n"
-        "from tests.unit.test_ranks import job; from foredraft.training.trainer import train_launched_share\n"
+        "from tests.unit.test_ranks import job; from foredraft.training.stage import train_launched_share\n"
         "if __name__ == '__main__':\n"
         "    work = job(Path(sys.argv[1]), Path(sys.argv[2]), epochs=2000, checkpoint_every=10**6, validate_every=10**6)\n"
         "    try: launch(train_launched_share, work, 'train', work.scratch, 2)\n"

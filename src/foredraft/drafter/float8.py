@@ -58,11 +58,11 @@ class Float8Head:
         return torch._scaled_mm(states, self._rows.T, scale, self._scale, out_dtype=hidden.dtype)
 
     def pull_back(self, gradient: Tensor, out: Tensor) -> None:
-        """``gradient (M, V) @ rows`` into ``out (M, D)``."""
+        """``gradient (M, V) @ rows`` into ``out (M, D)``; ``gradient`` is overwritten."""
         if not len(out):
             return
         scale = torch.tensor(1 / GRADIENT_SCALE, device=gradient.device)
-        small = (gradient * GRADIENT_SCALE).to(BACKWARD)
+        small = gradient.mul_(GRADIENT_SCALE).to(BACKWARD)  # rows as wide as the vocabulary: no copy more than is needed
         torch._scaled_mm(small, self._columns, scale, self._scale, out_dtype=out.dtype, out=out)
 
 

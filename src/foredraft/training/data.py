@@ -26,7 +26,7 @@ from foredraft.drafter.blocks import Blocks, anchor_budgets, anchor_candidates, 
 from foredraft.features.layout import Document, FeatureShard, dequantise, open_features
 from foredraft.loops import periodic_tail
 
-AHEAD = 3
+AHEAD = 2
 """Rows that lie on the GPU before they are needed."""
 WINDOW_ROWS = 16
 """So many rows are packed together."""

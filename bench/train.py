@@ -112,6 +112,7 @@ def side(optimizer: str) -> None:
         kept = {name: loss[name] for name in ("labels", "weights", "gamma", "alpha")}
         chosen = {name: value for name, value in chosen.items() if name in TrainConfig.model_fields}
         chosen |= {"loss": kept | {"soft": loss["kl"]}, "anchors_per_step": params["train"]["anchors_per_row"]}
+        chosen["schedule"] = "cosine"  # it had no other that the params may ask for, and a rate takes no time
     shape = DrafterShape.model_validate_json(Path("data/drafter/shape.json").read_text(encoding="utf-8"))
     folders = {source: Path("data/features") / source for source in sorted(params["sources"])}
     trainer = Trainer(

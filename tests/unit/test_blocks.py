@@ -214,6 +214,7 @@ def test_no_gradient_from_features_at_or_after_an_anchor_nor_from_other_document
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own, in tracing
 def test_compiled_layers_give_the_same_and_keep_less_for_the_backward_pass() -> None:
     """As a GPU has them but for the code generator: traced, and split into forward and backward."""
+    torch.manual_seed(0)
     blocks, bounds = row_of_documents([9, 16], [[3, 5], [4, 6, 8]])
     features, embeddings = torch.randn(1, bounds[-1], len(TAPS), 16), torch.randn(1, blocks.counted.numel(), 16)
     positions = torch.cat([torch.arange(9), torch.arange(16)])[None]
@@ -236,7 +237,7 @@ def test_compiled_layers_give_the_same_and_keep_less_for_the_backward_pass() -> 
         found.append((hidden, [parameter.grad for parameter in drafter.parameters()], wide))
     (plain, gradients, many), (traced, traced_gradients, few) = found
     torch.testing.assert_close(traced, plain)
-    torch.testing.assert_close(traced_gradients, gradients)
+    torch.testing.assert_close(traced_gradients, gradients, rtol=1e-4, atol=1e-4)
     assert many > 0 and few == 0, "of the feed-forward's width nothing is kept but gate and up together"
 
 

@@ -53,27 +53,53 @@ def training_attention(blocks: Blocks, bounds: list[int], window: int | None) ->
 
 
 class DocumentAttention:
-    """Dense attention of one document after the other: the reference, and the fastest where nothing is fused."""
+    """Attention of one document's blocks after the other's by plain products: the fastest where nothing is fused.
+
+    A query's scores over the context and over its own block lie side by side, and those over other blocks do not exist.
+    """
 
     def __init__(self, blocks: Blocks, bounds: list[int], window: int | None):
-        size = blocks.block_size
+        self._size = size = blocks.block_size
         starts = torch.tensor(bounds[:-1], device=blocks.starts.device)
         counts = ((blocks.starts == starts[:, None]) & blocks.exists).sum(1).tolist()
         self._tokens = [end - start for start, end in pairwise(bounds)]
         self._slots = [count * size for count in counts] + [blocks.counted.numel() - sum(counts) * size]
         anchors = blocks.anchors[: sum(counts)].split(counts)
-        self._masks = [dense_mask(a, size, int(a.max()), window) if len(a) else None for a in anchors]
+        self._masks = [
+            torch.cat([context_mask(a, size, int(a.max()), window), own_mask(size, window).repeat(len(a), 1)], -1)
+            if len(a)
+            else None
+            for a in anchors
+        ]
 
     def __call__(self, queries: Tensor, context: KeysValues, own: KeysValues) -> Tensor:  # noqa: D102
-        slots = zip(*(x.split(self._slots, 2) for x in (queries, own.keys, own.values)), strict=True)
-        tokens = zip(*(x.split(self._tokens, 2) for x in (context.keys, context.values)), strict=True)
-        outputs = []
-        for mask, (asked, *mine), before in zip(self._masks, slots, tokens, strict=False):
+        groups = own.keys.shape[1]
+        queries = queries.unflatten(1, (groups, -1))  # (B, G, H / G, Q, d)
+        mine = self._by_block(self._of_blocks(queries) @ own.keys.unflatten(2, (-1, self._size)).mT, queries.shape)
+        values = own.values.unflatten(2, (-1, self._size))  # (B, G, N, S, d)
+        asked, over_own = queries.split(self._slots, 3), mine.split(self._slots, 3)
+        before = zip(*(x.split(self._tokens, 2) for x in (context.keys, context.values)), strict=True)
+        outputs, weights = [], []
+        for mask, part, scores, (keys, held) in zip(self._masks, asked, over_own, before, strict=False):
             if mask is not None:
-                seen = mask.shape[-1] - asked.shape[2]
-                keys, values = (torch.cat([b[:, :, :seen], m], 2) for b, m in zip(before, mine, strict=True))
-                outputs.append(attend_small(asked, keys, values, mask))
-        return torch.cat([*outputs, queries.new_zeros(*queries.shape[:2], self._slots[-1], queries.shape[-1])], 2)
+                seen = mask.shape[-1] - self._size
+                of_context = (part.flatten(2, 3) @ keys[:, :, :seen].mT).unflatten(2, part.shape[2:4])
+                both = torch.cat([of_context, scores], -1).float() * part.shape[-1] ** -0.5
+                shares = both.masked_fill(~mask, -torch.inf).softmax(-1).to(part.dtype)
+                outputs.append((shares[..., :seen].flatten(2, 3) @ held[:, :, :seen]).unflatten(2, part.shape[2:4]))
+                weights.append(shares[..., seen:])
+        empty = queries.new_zeros(*queries.shape[:3], self._slots[-1], queries.shape[-1])
+        rest = empty.new_zeros(*empty.shape[:-1], self._size)
+        of_own = self._by_block(self._of_blocks(torch.cat([*weights, rest], 3)) @ values, queries.shape)
+        return (torch.cat([*outputs, empty], 3) + of_own).flatten(1, 2)
+
+    def _of_blocks(self, x: Tensor) -> Tensor:
+        """``(B, G, H / G, N * S, ...)`` -> ``(B, G, N, H / G * S, ...)``."""
+        return x.unflatten(3, (-1, self._size)).transpose(2, 3).flatten(3, 4)
+
+    def _by_block(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """And back."""
+        return x.unflatten(3, (shape[2], self._size)).transpose(2, 3).flatten(3, 4)
 
 
 class FlexAttention:
@@ -149,15 +175,6 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tenso
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
 
-def attend_small(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The same by plain products: of few queries and keys, PyTorch's own on a CPU takes several times as long backwards."""
-    shared, (count, size) = queries.shape[1] // keys.shape[1], queries.shape[2:]
-    grouped = queries.unflatten(1, (-1, shared)).flatten(2, 3)  # (B, G, H / G * Q, d)
-    scores = (grouped @ keys.mT).float().unflatten(2, (shared, count)) * size**-0.5
-    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1).to(values.dtype)
-    return (weights.flatten(2, 3) @ values).unflatten(2, (shared, count)).flatten(1, 2)
-
-
 def readable(blocks: Blocks, length: int, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The rule as FlexAttention asks it: of a query's and a key's number in the row, context first.
 
@@ -181,26 +198,38 @@ def readable(blocks: Blocks, length: int, window: int | None) -> Callable[[Tenso
     return rule
 
 
-def dense_mask(anchors: Tensor, size: int, length: int, window: int | None) -> Tensor:
-    """The rule for all blocks of one document over its first ``length`` tokens and over each other.
+def context_mask(anchors: Tensor, size: int, length: int, window: int | None) -> Tensor:
+    """The rule for the blocks of one document over its first ``length`` tokens.
 
     Args:
         anchors: ``(N)`` positions in the document.
 
     Returns:
+        ``(N * S, length)`` bool, True where the query reads the key.
+    """
+    keys = torch.arange(length)
+    mask = keys < anchors.repeat_interleave(size)[:, None]
+    if window is not None:
+        queries = (anchors[:, None] + torch.arange(size)).flatten()
+        mask = mask & (queries[:, None] - keys < window)
+    return mask
+
+
+def own_mask(size: int, window: int | None) -> Tensor:
+    """The rule for a block's slots over themselves: ``(S, S)`` bool, True where the query reads the key."""
+    slots = torch.arange(size)
+    distance = slots[:, None] - slots
+    return torch.ones(size, size, dtype=torch.bool) if window is None else (distance >= 0) & (distance < window)
+
+
+def dense_mask(anchors: Tensor, size: int, length: int, window: int | None) -> Tensor:
+    """The rule for all blocks of one document over its first ``length`` tokens and over each other.
+
+    Returns:
         ``(1, 1, N * S, length + N * S)`` bool, True where the query reads the key.
     """
-    count = len(anchors)
-    queries = (anchors[:, None] + torch.arange(size)).flatten()
-    keys = torch.arange(length)
-    context = keys < anchors.repeat_interleave(size)[:, None]
-    block_of = torch.arange(count).repeat_interleave(size)
-    own = block_of[:, None] == block_of[None, :]
-    if window is not None:
-        context = context & (queries[:, None] - keys < window)
-        distance = queries[:, None] - queries[None, :]
-        own = own & (distance >= 0) & (distance < window)
-    return torch.cat([context, own], -1)[None, None]
+    own = torch.block_diag(*[own_mask(size, window)] * len(anchors))
+    return torch.cat([context_mask(anchors, size, length, window), own], -1)[None, None]
 
 
 def decoding_mask(anchors: Tensor, size: int, positions: Tensor, valid: Tensor, window: int | None) -> Tensor:

@@ -2,9 +2,9 @@
 
 usage: make bench-train     (after make repro, whose data/features and data/target it reads; for GPUs: bench/train_gpu.py)
 
-All sides are processes of their own, take turns of a few steps each, and read the default drafter's params; the first
-version comes out of git. It knew AdamW alone, so the version of now runs with that, too: then a step does the same work, and
-drafters are as good. Time includes reading the documents and drawing their anchors.
+All sides are processes of their own and take turns of a few steps each. The first version comes out of git and runs twice:
+by its own params, and with as many tokens and anchors a step as now. Time includes reading the documents and drawing their
+anchors.
 """
 
 import json
@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = "6219a51"
@@ -34,25 +33,24 @@ def main() -> None:
     from foredraft.provenance import commit, versions
 
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", FIRST, "src"], cwd=ROOT, check=True, capture_output=True).stdout
+        command = ["git", "archive", FIRST, "src", "params.yaml"]
+        archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         sides = {
-            FIRST_VERSION: Side(Path(folder) / "src", "adamw"),
-            "now, AdamW": Side(ROOT / "src", "adamw"),
-            "now": Side(ROOT / "src", ""),
+            FIRST_VERSION: Side(Path(folder), Path(folder)),
+            "first version, steps as now": Side(Path(folder), ROOT),
+            "now": Side(ROOT, ROOT),
         }
         for side in sides.values():
             side.run(WARM_UP)
         turns = [{name: side.run(STEPS) for name, side in sides.items()} for _ in range(ROUNDS)]
     rates = {name: sum(t[name][0] for t in turns) / sum(t[name][1] for t in turns) for name in sides}
     ratios = {
-        name: [t[name][0] / t[name][1] / (t[FIRST_VERSION][0] / t[FIRST_VERSION][1]) for t in turns]
-        for name in sides
-        if name != FIRST_VERSION
+        name: [t["now"][0] / t["now"][1] / (t[name][0] / t[name][1]) for t in turns] for name in sides if name != "now"
     }
     report = {
         "anchors_per_s": {name: round(rate) for name, rate in rates.items()},
-        "ratio": {name: round(rates[name] / rates[FIRST_VERSION], 2) for name in ratios},
+        "ratio": {name: round(rates["now"] / rates[name], 2) for name in ratios},
         "ratio_by_round": {name: [round(ratio, 2) for ratio in found] for name, found in ratios.items()},
         "first_version": FIRST,
         "commit": commit(),
@@ -60,7 +58,7 @@ def main() -> None:
         "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
     }
     write_json(OUT, report)
-    table = Table("", "anchors/s", "times the first version's", "by round")
+    table = Table("", "anchors/s", "now is so many times that", "by round")
     for name, rate in rates.items():
         found = ratios.get(name, [])
         table.add_row(
@@ -70,12 +68,12 @@ def main() -> None:
 
 
 class Side:
-    """A process that trains by the source tree ``src``, some steps at a time; by the params' optimiser or this one."""
+    """A process that trains by the source in ``tree``, and by the params in ``chosen``, some steps at a time."""
 
-    def __init__(self, src: Path, optimizer: str):
-        environment = {**os.environ, "PYTHONPATH": str(src)}
+    def __init__(self, tree: Path, chosen: Path):
+        environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--side", optimizer],
+            [sys.executable, __file__, "--side", str(chosen / "params.yaml")],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -95,7 +93,7 @@ class Side:
         raise SystemExit("a side of the bench ended early")
 
 
-def side(optimizer: str) -> None:
+def side(path: Path) -> None:
     """Make a trainer of whichever version is on the path, and run as many steps as each line of input says."""
     from foredraft.drafter.config import DrafterShape
     from foredraft.params import read_params
@@ -104,14 +102,13 @@ def side(optimizer: str) -> None:
     from foredraft.training.config import TrainConfig
     from foredraft.training.trainer import Trainer
 
-    params = read_params(Path("params.yaml"))
-    chosen: dict[str, Any] = params["train"] | ({"optimizer": optimizer} if optimizer else {})
+    params, chosen = read_params(Path("params.yaml")), read_params(path)["train"]
     first = "anchors_per_step" in TrainConfig.model_fields
-    if first:
-        loss = chosen["loss"]
+    if first and "anchors_per_step" not in chosen:
+        loss, anchors = chosen["loss"], chosen["anchors_per_row"]
         kept = {name: loss[name] for name in ("labels", "weights", "gamma", "alpha")}
         chosen = {name: value for name, value in chosen.items() if name in TrainConfig.model_fields}
-        chosen |= {"loss": kept | {"soft": loss["kl"]}, "anchors_per_step": params["train"]["anchors_per_row"]}
+        chosen |= {"loss": kept | {"soft": loss["kl"]}, "anchors_per_step": anchors}
         chosen["schedule"] = "cosine"  # it had no other that the params may ask for, and a rate takes no time
     shape = DrafterShape.model_validate_json(Path("data/drafter/shape.json").read_text(encoding="utf-8"))
     folders = {source: Path("data/features") / source for source in sorted(params["sources"])}
@@ -129,4 +126,4 @@ def side(optimizer: str) -> None:
 
 
 if __name__ == "__main__":
-    side(sys.argv[2]) if "--side" in sys.argv else main()
+    side(Path(sys.argv[2])) if "--side" in sys.argv else main()

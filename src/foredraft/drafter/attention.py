@@ -26,6 +26,9 @@ from foredraft.drafter.blocks import Blocks
 
 TILE = 128
 """Queries, and keys, that FlexAttention handles together."""
+QUERIES, KEYS = 128, 64
+"""On a CPU a document's queries and keys are filled up to multiples of these: a product of a new shape takes many times as
+long as one of a shape that was seen."""
 
 
 @dataclass(frozen=True)
@@ -65,41 +68,57 @@ class DocumentAttention:
         self._tokens = [end - start for start, end in pairwise(bounds)]
         self._slots = [count * size for count in counts] + [blocks.counted.numel() - sum(counts) * size]
         anchors = blocks.anchors[: sum(counts)].split(counts)
-        self._masks = [
-            torch.cat([context_mask(a, size, int(a.max()), window), own_mask(size, window).repeat(len(a), 1)], -1)
-            if len(a)
-            else None
-            for a in anchors
+        self._biases = [
+            filled_bias(a, size, tokens, window) if len(a) else None
+            for a, tokens in zip(anchors, self._tokens, strict=True)
         ]
 
     def __call__(self, queries: Tensor, context: KeysValues, own: KeysValues) -> Tensor:  # noqa: D102
-        groups = own.keys.shape[1]
+        groups, scale = own.keys.shape[1], queries.shape[-1] ** -0.5
         queries = queries.unflatten(1, (groups, -1))  # (B, G, H / G, Q, d)
-        mine = self._by_block(self._of_blocks(queries) @ own.keys.unflatten(2, (-1, self._size)).mT, queries.shape)
-        values = own.values.unflatten(2, (-1, self._size))  # (B, G, N, S, d)
-        asked, over_own = queries.split(self._slots, 3), mine.split(self._slots, 3)
+        of_blocks = self._of_blocks(queries) @ own.keys.unflatten(2, (-1, self._size)).mT
+        over_own = self._by_slot(of_blocks, queries.shape[2]).split(self._slots, 3)
         before = zip(*(x.split(self._tokens, 2) for x in (context.keys, context.values)), strict=True)
         outputs, weights = [], []
-        for mask, part, scores, (keys, held) in zip(self._masks, asked, over_own, before, strict=False):
-            if mask is not None:
-                seen = mask.shape[-1] - self._size
-                of_context = (part.flatten(2, 3) @ keys[:, :, :seen].mT).unflatten(2, part.shape[2:4])
-                both = torch.cat([of_context, scores], -1).float() * part.shape[-1] ** -0.5
-                shares = both.masked_fill(~mask, -torch.inf).softmax(-1).to(part.dtype)
-                outputs.append((shares[..., :seen].flatten(2, 3) @ held[:, :, :seen]).unflatten(2, part.shape[2:4]))
-                weights.append(shares[..., seen:])
+        for bias, part, scores, (keys, values) in zip(
+            self._biases, queries.split(self._slots, 3), over_own, before, strict=False
+        ):
+            if bias is not None:
+                count, rows, columns = part.shape[3], bias.shape[0], bias.shape[1] - self._size
+                part, scores = (F.pad(x, (0, 0, 0, rows - count)) for x in (part, scores))
+                keys, values = (F.pad(x, (0, 0, 0, columns - x.shape[2])) for x in (keys, values))
+                of_context = (part.flatten(2, 3) @ keys.mT).unflatten(2, (-1, rows))
+                both = torch.add(bias, torch.cat([of_context, scores], -1), alpha=scale)  # (B, G, H / G, rows, ...)
+                shares = both.softmax(-1).to(part.dtype)
+                read = (shares[..., :columns].flatten(2, 3) @ values).unflatten(2, (-1, rows))
+                outputs.append(read[..., :count, :])
+                weights.append(shares[..., :count, columns:])
         empty = queries.new_zeros(*queries.shape[:3], self._slots[-1], queries.shape[-1])
-        rest = empty.new_zeros(*empty.shape[:-1], self._size)
-        of_own = self._by_block(self._of_blocks(torch.cat([*weights, rest], 3)) @ values, queries.shape)
+        nothing = empty.new_zeros(*empty.shape[:-1], self._size)
+        values = own.values.unflatten(2, (-1, self._size))  # (B, G, N, S, d)
+        of_own = self._by_slot(self._of_blocks(torch.cat([*weights, nothing], 3)) @ values, queries.shape[2])
         return (torch.cat([*outputs, empty], 3) + of_own).flatten(1, 2)
 
     def _of_blocks(self, x: Tensor) -> Tensor:
         """``(B, G, H / G, N * S, ...)`` -> ``(B, G, N, H / G * S, ...)``."""
         return x.unflatten(3, (-1, self._size)).transpose(2, 3).flatten(3, 4)
 
-    def _by_block(self, x: Tensor, shape: torch.Size) -> Tensor:
+    def _by_slot(self, x: Tensor, shared: int) -> Tensor:
         """And back."""
-        return x.unflatten(3, (shape[2], self._size)).transpose(2, 3).flatten(3, 4)
+        return x.unflatten(3, (shared, self._size)).transpose(2, 3).flatten(3, 4)
+
+
+def filled_bias(anchors: Tensor, size: int, length: int, window: int | None) -> Tensor:
+    """What is added to the scores of one document's blocks over its tokens and over themselves: 0, or minus infinity.
+
+    Returns:
+        ``(queries, keys + S)`` float32; queries and keys are filled up, and a query that does not exist reads nothing that
+        matters.
+    """
+    mask = context_mask(anchors, size, length, window)
+    mask = F.pad(mask, (0, -length % KEYS, 0, -len(mask) % QUERIES))
+    both = torch.cat([mask, own_mask(size, window).repeat(len(mask) // size + 1, 1)[: len(mask)]], -1)
+    return torch.zeros(both.shape).masked_fill(~both, -torch.inf)
 
 
 class FlexAttention:

@@ -62,7 +62,9 @@ class Float8Head:
         if not len(out):
             return
         scale = torch.tensor(1 / GRADIENT_SCALE, device=gradient.device)
-        small = gradient.mul_(GRADIENT_SCALE).to(BACKWARD)  # rows as wide as the vocabulary: no copy more than is needed
+        small = gradient.mul_(GRADIENT_SCALE).to(
+            BACKWARD
+        )  # rows as wide as the vocabulary: no copy more than is needed
         torch._scaled_mm(small, self._columns, scale, self._scale, out_dtype=out.dtype, out=out)
 
 

@@ -110,9 +110,18 @@ def chunk_losses(logits: Tensor, answers: Answers, terms: Terms, gradient: bool)
         share = terms.ce + terms.kl * (mass - ratio) + 0.5 * terms.tv * (tail_sign - lean)
         of_known = q * (terms.kl * ratio + 0.5 * terms.tv * (sign - tail_sign)) - terms.kl * t
         rows.scale_softmax(logits, normaliser, share[:, 0])
-        logits.scatter_add_(1, ids, torch.where(known, of_known, 0.0).to(logits.dtype))
-        logits.scatter_add_(1, labels, torch.full_like(ce, -terms.ce, dtype=logits.dtype)[:, None])
+        add_to(logits, ids, torch.where(known, of_known, 0.0))
+        add_to(logits, labels, torch.full_like(ce, -terms.ce)[:, None])
     return Losses(terms.ce * ce + terms.kl * kl + terms.tv * tv, ce, guess)
+
+
+def add_to(logits: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add ``values (M, K)`` to each row of ``logits (M, V)`` at ``ids (M, K)``.
+
+    Not by ``scatter_add_``, which on a CPU makes a float copy of all logits and back.
+    """
+    places = ids + logits.shape[1] * torch.arange(len(logits), device=logits.device)[:, None]
+    logits.view(-1).index_add_(0, places.flatten(), values.flatten().to(logits.dtype))
 
 
 def row_functions(device: torch.device) -> Any:
@@ -126,13 +135,14 @@ def row_functions(device: torch.device) -> Any:
 
 def normaliser_and_best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log of the sum of exponentials of each row of ``(M, V)``, in float32, and the place of its largest."""
-    wide = logits.float()
-    return wide.logsumexp(-1), wide.argmax(-1)
+    wide = logits.to(torch.float32, copy=True)
+    top, best = wide.max(-1)  # four times as fast as argmax
+    return wide.sub_(top[:, None]).exp_().sum(-1).log() + top, best
 
 
 def scale_softmax(logits: Tensor, normaliser: Tensor, share: Tensor) -> None:
     """Overwrite each row of ``(M, V)`` by its softmax times ``share (M)``."""
-    logits.copy_((logits.float() - normaliser[:, None]).exp_().mul_(share[:, None]))
+    logits.copy_(logits.to(torch.float32, copy=True).sub_(normaliser[:, None]).exp_().mul_(share[:, None]))
 
 
 def decay_weights(counted: Tensor, gamma: float) -> Tensor:

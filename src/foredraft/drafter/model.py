@@ -7,6 +7,7 @@ Shapes: ``B`` rows, ``T`` context tokens, ``Q`` slots, ``L`` taps, ``D`` hidden 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ class Drafter(nn.Module):
         embeddings: Tensor,
         positions: Tensor,
         attention: dict[str, Attention],
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Read the context and fill blocks.
 
@@ -50,14 +52,16 @@ class Drafter(nn.Module):
             embeddings: ``(B, Q, D)``, the target's embeddings of the ids in the slots.
             positions: ``(B, Q)``.
             attention: for each layer type in use.
+            wanted: ``(M)`` numbers of slots; None for all. What no attention reads any more is left out for the others.
 
         Returns:
-            hidden states for the target's LM head, ``(B, Q, D)``.
+            hidden states for the target's LM head, ``(B, Q, D)``, or ``(B, M, D)``.
         """
         context, context_rotation = self.project_context(target_hidden), self.rotary(context_positions)
         hidden, rotation = embeddings, self.rotary(positions)
         for layer, kind in zip(self.layers, self.shape.choice.layer_types, strict=True):
-            hidden = layer(hidden, rotation, context, context_rotation, attention[kind])
+            last = layer is self.layers[-1]
+            hidden = layer(hidden, rotation, context, context_rotation, attention[kind], wanted if last else None)
         return self.norm(hidden)
 
     def read_context(self, target_hidden: Tensor, positions: Tensor) -> list[KeysValues]:
@@ -140,16 +144,25 @@ class DrafterLayer(nn.Module):
         context: Tensor,
         context_rotation: tuple[Tensor, Tensor],
         attention: Attention,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Slots ``(B, Q, D)`` that read the context ``(B, T, D)``."""
-        return self.fill(hidden, rotation, self.read_context(context, context_rotation), attention)
+        """Slots ``(B, Q, D)`` that read the context ``(B, T, D)``; gives those that are ``wanted``."""
+        return self.fill(hidden, rotation, self.read_context(context, context_rotation), attention, wanted)
 
     def fill(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], context: KeysValues, attention: Attention
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        context: KeysValues,
+        attention: Attention,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """The same over keys and values that are there."""
         queries, own = self.project(hidden, rotation)
-        return self.finish(hidden, attention(queries, context, own))
+        attended = attention(queries, context, own)
+        if wanted is not None:
+            hidden, attended = hidden.index_select(1, wanted), attended.index_select(2, wanted)
+        return self.finish(hidden, attended)
 
     def read_context(self, context: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
         """Keys and values of the context ``(B, T, D)``."""
@@ -243,9 +256,32 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.device.type == "cpu":
+            normed: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
+            return normed
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight.to(hidden.dtype) * wide.to(hidden.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The same with its gradient written down: where nothing is fused, every pass over the numbers costs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        squares = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).square_()
+        inverse = squares.div_(hidden.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(hidden, weight, inverse)
+        return (hidden * inverse).to(hidden.dtype) * weight.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight, inverse = ctx.saved_tensors
+        wide, normed = gradients[0].to(torch.float32, copy=True), hidden * inverse
+        both = wide * normed
+        lean = (both @ weight.float()[:, None]).div_(hidden.shape[-1])
+        by_hidden = wide.mul_(weight).sub_(normed.mul_(lean)).mul_(inverse)
+        return by_hidden.to(hidden.dtype), both.flatten(0, -2).sum(0).to(weight.dtype), None
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

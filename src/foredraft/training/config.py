@@ -70,7 +70,9 @@ class TrainConfig(Config):
             raise ValueError("float8 holds gradients up to 3.5: lower loss.ce, .kl and .tv, and raise lr instead")
         slots = self.anchors_per_row * self.drafter.block_size
         if self.float8 == "all" and slots % MULTIPLE:
-            raise ValueError(f"float8 = all needs anchors_per_row * block_size = {slots} to be a multiple of {MULTIPLE}")
+            raise ValueError(
+                f"float8 = all needs anchors_per_row * block_size = {slots} to be a multiple of {MULTIPLE}"
+            )
         if self.tokens_per_step % self.tokens_per_row:
             raise ValueError(
                 f"tokens_per_step = {self.tokens_per_step} is no multiple of tokens_per_row = {self.tokens_per_row}"

@@ -82,11 +82,15 @@ def run_row(
         for kind in set(choice.layer_types)
     }
     states, places = row.target_hidden[None].to(mask.dtype), blocks.positions.flatten()[None]
-    hidden = drafter(states, row.positions[None], inputs.flatten(0, 1)[None], places, attention)[0]
+    # Compiled layers want sizes that are always the same, so on a GPU the others go all the way.
+    early = row.slots.device.type == "cpu"
+    wanted = row.slots if early else None
+    hidden = drafter(states, row.positions[None], inputs.flatten(0, 1)[None], places, attention, wanted)[0]
+    asked = hidden if early else hidden.index_select(0, row.slots)
 
     labels = row.topk_ids[:, 0] if config.labels == "target_argmax" else row.data_ids
     answers = Answers(head.row_of[labels], head.row_of[row.topk_ids], row.topk_logprobs)
-    losses = slot_losses(hidden.index_select(0, row.slots), head.rows, answers, Terms(config.ce, config.kl, config.tv))
+    losses = slot_losses(asked, head.rows, answers, Terms(config.ce, config.kl, config.tv))
 
     confidence = _spread(torch.exp(-losses.ce), row)
     if config.weights == "dpace":

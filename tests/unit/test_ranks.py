@@ -67,12 +67,13 @@ def test_two_processes_train_the_drafter_of_one(job_folder: Path, tmp_path: Path
     assert one.validation["blocks"] == two.validation["blocks"]
     assert one.validation["loss"] == pytest.approx(two.validation["loss"], rel=1e-4)
     assert alone.keys() == together.keys()
+    near = {"rtol": 1e-3, "atol": 1e-4 if changes.get("optimizer") == "muon" else 1e-5}  # Muon rounds to bfloat16
     for file, tensors in alone.items():
         assert tensors.keys() == together[file].keys()
         for name, tensor in tensors.items():
-            torch.testing.assert_close(together[file][name], tensor, rtol=1e-3, atol=1e-5, msg=f"{file} {name}")
+            torch.testing.assert_close(together[file][name], tensor, **near, msg=f"{file} {name}")
     best = [load_file(tmp_path / f"{n}/{WEIGHTS}") for n in (1, 2)]
-    torch.testing.assert_close(*best, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*best, **near)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

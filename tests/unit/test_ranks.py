@@ -67,7 +67,7 @@ def test_two_processes_train_the_drafter_of_one(job_folder: Path, tmp_path: Path
     assert one.validation["blocks"] == two.validation["blocks"]
     assert one.validation["loss"] == pytest.approx(two.validation["loss"], rel=1e-4)
     assert alone.keys() == together.keys()
-    near = {"rtol": 1e-3, "atol": 1e-4 if changes.get("optimizer") == "muon" else 1e-5}  # Muon rounds to bfloat16
+    near = {"rtol": 1e-3, "atol": 1e-3 if changes.get("optimizer") == "muon" else 1e-5}  # Muon rounds to bfloat16
     for file, tensors in alone.items():
         assert tensors.keys() == together[file].keys()
         for name, tensor in tensors.items():
@@ -109,6 +109,36 @@ def stop_after_two_checkpoints(job: Job) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.run(Scratch(job.scratch))
     torch.distributed.destroy_process_group()
+
+
+class Declining(Trainer):
+    """Whose first validation is its best, so that nothing is kept after the others."""
+
+    validations = 0
+
+    def validate(self) -> dict[str, Any]:
+        self.validations += 1
+        return super().validate() | {"tokens_per_step": 9.0 - self.validations}
+
+
+def decline(job: Job) -> None:
+    torch.set_num_threads(1)
+    rank, world, _ = place()
+    torch.distributed.init_process_group("gloo")
+    ranks = Ranks(torch.device("cpu"), rank, world)
+    Declining(job.config, job.shape, read_interface(job.target), job.features, job.identity, ranks).run(
+        Scratch(job.scratch)
+    )
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_run_goes_on_with_its_weights_and_not_with_their_average(job_folder: Path, tmp_path: Path) -> None:
+    changes = {"average": 0.9, "parallel": "fsdp", "validate_every": 1, "checkpoint_every": 100}
+    one, two = (job(job_folder, tmp_path / name, **changes) for name in ("one", "two"))
+    Declining(one.config, one.shape, read_interface(one.target), one.features).run(Scratch(one.scratch))
+    launch(decline, two, "train", two.scratch, 2)
+    losses = [[r["loss"] for r in load_checkpoint(each.scratch, {})[0].curve] for each in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_what_is_refused_is_told_once(job_folder: Path, tmp_path: Path) -> None:

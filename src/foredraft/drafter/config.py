@@ -15,7 +15,7 @@ class DrafterConfig(Config):
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0, multiple_of=2)
     ffn_size: int = Field(gt=0)
-    block_size: int = Field(ge=2)
+    block_size: int = Field(ge=2, le=128)
     """Slots of a block; block_size - 1 drafts a step."""
     mask_token_id: int = Field(ge=0)
     """A vocabulary row that the data never use."""

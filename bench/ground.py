@@ -2,7 +2,7 @@
 
 A drafter is measured twice. Teacher-forced: tokens per step of blocks anchored all over the validation documents, the same
 anchors for every drafter and every label the target's likeliest, whatever the drafter was trained on. Generated: tokens per
-step of :func:`foredraft.speculation.chain.decode` on held-out prompts, all in one batch.
+step of :func:`foredraft.speculation.decode.decode` on held-out prompts, all in one batch.
 """
 
 import inspect
@@ -33,8 +33,8 @@ from foredraft.provenance import commit, versions
 from foredraft.scratch import Scratch
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace
-from foredraft.speculation.chain import decode
 from foredraft.speculation.config import EvaluateConfig
+from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import open_session
 from foredraft.target.config import TargetConfig

@@ -30,8 +30,8 @@ from foredraft.params import load_section, read_params
 from foredraft.provenance import commit, versions
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import pool
-from foredraft.speculation.chain import decode
 from foredraft.speculation.config import EvaluateConfig
+from foredraft.speculation.decode import decode
 from foredraft.speculation.evaluate import take_prompts
 from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import open_session

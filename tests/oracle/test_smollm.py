@@ -18,9 +18,9 @@ from foredraft.features.batching import plan_shards
 from foredraft.features.checks import distances, truth_check
 from foredraft.features.reading import Reader
 from foredraft.layouts.zlab import read_zlab
-from foredraft.speculation.chain import decode
+from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer
-from foredraft.speculation.session import ReplaySession, SlotSession
+from foredraft.speculation.session import ReplaySession, TreeSession
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import greedy_answers
 from foredraft.target.tokenizer import read_tokenizer
@@ -76,7 +76,7 @@ def test_a_batch_says_what_plain_decoding_says(
     if which == "random":
         drafter = Drafter(trained.shape)
         initialise_random(drafter, torch.Generator().manual_seed(0))
-    traces = decode(SlotSession(smollm), DFlashProposer(drafter, smollm), prompts, NEW, EOS)
+    traces = decode(TreeSession(smollm), DFlashProposer(drafter, smollm), prompts, NEW, EOS)
     assert [trace.tokens for trace in traces] == references
     if which == "trained":
         assert sum(accepted for trace in traces for _, accepted, _ in trace.steps) > 0

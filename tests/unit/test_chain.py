@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from foredraft.speculation.acceptance import Trace, pool
-from foredraft.speculation.chain import decode
+from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
-from foredraft.speculation.session import ReplaySession, Slots, SlotSession, open_session
+from foredraft.speculation.session import ReplaySession, Slots, TreeSession, open_session
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import greedy_answers
 from tests.conftest import TAPS, VOCABULARY, tiny_drafter, tiny_hybrid, tiny_llama
@@ -76,11 +76,11 @@ def test_a_batch_decodes_as_its_rows_do_alone() -> None:
     references = greedy(target, prompts, 24, eos)
     assert len({len(reference) for reference in references}) > 1, "rows must end at different times"
     proposer = Scripted(prompts, references, 3, 0.3)
-    traces = decode(SlotSession(target), proposer, prompts, 24, eos)
+    traces = decode(TreeSession(target), proposer, prompts, 24, eos)
     assert [trace.tokens for trace in traces] == references
     drafter = tiny_drafter()
-    together = decode(SlotSession(target), DFlashProposer(drafter, target), prompts, 24, eos)
-    alone = [decode(SlotSession(target), DFlashProposer(drafter, target), [p], 24, eos)[0] for p in prompts]
+    together = decode(TreeSession(target), DFlashProposer(drafter, target), prompts, 24, eos)
+    alone = [decode(TreeSession(target), DFlashProposer(drafter, target), [p], 24, eos)[0] for p in prompts]
     assert together == alone
 
 
@@ -89,7 +89,7 @@ def test_both_sessions_agree_on_what_they_show_the_drafter() -> None:
     prompt = some_prompts()[2]
     block = torch.tensor([[1, 2, 3, 4]])
     seen = []
-    for session in (SlotSession(target), ReplaySession(target)):
+    for session in (TreeSession(target), ReplaySession(target)):
         first, _ = session.prefill([prompt])
         session.verify(block)
         slots = session.commit(torch.tensor([2]))
@@ -127,7 +127,7 @@ def test_the_end_inside_a_block_ends_the_answer() -> None:
     (free,) = greedy(target, [prompt], 24, [VOCABULARY + 1])
     end = next(i for i in range(2, len(free)) if free[i] not in free[:i])
     eos = [free[end]]
-    (trace,) = decode(SlotSession(target), Scripted([prompt], [free], 7, 0.0), [prompt], 24, eos)
+    (trace,) = decode(TreeSession(target), Scripted([prompt], [free], 7, 0.0), [prompt], 24, eos)
     assert trace.tokens == free[: end + 1]
     assert sum(committed for _, _, committed in trace.steps) == end
     assert sum(accepted for _, accepted, _ in trace.steps) <= end
@@ -138,7 +138,7 @@ def test_the_mask_token_can_be_said() -> None:
     prompt = some_prompts()[1]
     (reference,) = greedy(target, [prompt], 24, [VOCABULARY + 1])
     drafter = tiny_drafter(mask_token_id=reference[5])
-    (trace,) = decode(SlotSession(target), DFlashProposer(drafter, target), [prompt], 24, [VOCABULARY + 1])
+    (trace,) = decode(TreeSession(target), DFlashProposer(drafter, target), [prompt], 24, [VOCABULARY + 1])
     assert trace.tokens == reference
 
 

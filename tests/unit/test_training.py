@@ -17,7 +17,7 @@ from foredraft.drafter.config import DrafterConfig, LossConfig
 from foredraft.drafter.loss import slot_losses
 from foredraft.layouts.zlab import write_zlab
 from foredraft.scratch import Scratch
-from foredraft.speculation.chain import decode
+from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import open_session
 from foredraft.target.frozen import FrozenTarget

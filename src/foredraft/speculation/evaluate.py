@@ -19,8 +19,8 @@ from foredraft.progress import Progress
 from foredraft.provenance import commit
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace, pool
-from foredraft.speculation.chain import decode
 from foredraft.speculation.config import EvaluateConfig
+from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
 from foredraft.speculation.session import open_session
 from foredraft.target.artifact import open_interface

@@ -1,15 +1,19 @@
 """Who guesses: the drafter, or the text itself (prompt lookup).
 
-Shapes: ``B`` rows, ``S`` slots, ``L`` taps, ``D`` hidden size.
+Shapes: ``B`` rows, ``S`` slots, ``L`` taps, ``D`` hidden size, ``V`` vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from foredraft.drafter.attention import Attention, KeysValues, MaskedAttention, decoding_mask
 from foredraft.drafter.model import Drafter
 from foredraft.speculation.session import Slots
+from foredraft.speculation.tree import Tree, best_first, chain
+from foredraft.speculation.verdicts import Sampling
 from foredraft.target.frozen import FrozenTarget
 
 
@@ -19,15 +23,32 @@ class Proposer(Protocol):
     def observe(self, slots: Slots) -> None:
         """Take in what the target has just read."""
 
-    def propose(self, sequences: list[list[int]]) -> list[list[int]]:
+    def propose(self, sequences: list[list[int]]) -> list[Tree]:
         """Drafts that continue each row's committed tokens (prompt included); a row may get fewer, or none."""
 
 
 class DFlashProposer:
-    """A drafter beside its target. Context features are projected once and kept, masked like the target's cache."""
+    """A drafter beside its target. Context features are projected once and kept, masked like the target's cache.
 
-    def __init__(self, drafter: Drafter, target: FrozenTarget):
+    Args:
+        drafts: on a path; by default as many as the drafter was trained for.
+        budget: nodes of a tree of the likeliest drafts; None: a chain of each slot's likeliest.
+        drawn: draw a chain from this distribution of the drafter's, by generators of these ``seeds``, one a row.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: FrozenTarget,
+        drafts: int | None = None,
+        budget: int | None = None,
+        drawn: Sampling | None = None,
+        seeds: Sequence[int] = (),
+    ):
         self._drafter, self._target = drafter, target
+        self._size = 1 + (drafts or drafter.shape.choice.block_size - 1)
+        self._budget, self._drawn = budget, drawn
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._context: list[KeysValues] = []
         self._positions = torch.zeros(0)
         self._valid = torch.zeros(0)
@@ -44,20 +65,34 @@ class DFlashProposer:
         self._positions = torch.cat([self._positions, slots.positions], dim=1)
         self._valid = torch.cat([self._valid, slots.valid], dim=1)
 
-    def propose(self, sequences: list[list[int]]) -> list[list[int]]:
-        choice = self._drafter.shape.choice
-        device = self._positions.device
+    def propose(self, sequences: list[list[int]]) -> list[Tree]:
+        return self.trees(self.logits(sequences))
+
+    def logits(self, sequences: list[list[int]]) -> Tensor:
+        """The drafter's logits of each row's drafts, ``(B, S - 1, V)``."""
+        choice, size, device = self._drafter.shape.choice, self._size, self._positions.device
         anchors = torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)  # (B)
-        block = torch.full((len(sequences), choice.block_size), choice.mask_token_id, device=device)  # (B, S)
+        block = torch.full((len(sequences), size), choice.mask_token_id, device=device)  # (B, S)
         block[:, 0] = torch.tensor([sequence[-1] for sequence in sequences], device=device)
         attention: dict[str, Attention] = {}
         for kind in set(choice.layer_types):
             window = None if kind == "full_attention" else choice.sliding_window
-            mask = decoding_mask(anchors, choice.block_size, self._positions, self._valid, window)
-            attention[kind] = MaskedAttention(mask)
-        positions = anchors[:, None] + torch.arange(choice.block_size, device=device)
+            attention[kind] = MaskedAttention(decoding_mask(anchors, size, self._positions, self._valid, window))
+        positions = anchors[:, None] + torch.arange(size, device=device)
         hidden = self._drafter.fill(self._target.embeddings(block), positions, self._context, attention)
-        return self._target.head(hidden[:, 1:]).argmax(-1).tolist()
+        found: Tensor = self._target.head(hidden[:, 1:])
+        return found
+
+    def trees(self, logits: Tensor) -> list[Tree]:
+        """Drafts from logits ``(B, S - 1, V)``."""
+        if self._budget is not None:
+            logprobs, ids = logits.float().log_softmax(-1).topk(min(self._budget, logits.shape[-1]))
+            return [best_first(*row, self._budget) for row in zip(logprobs.cpu(), ids.cpu(), strict=True)]
+        if self._drawn is None:
+            return [chain(tokens) for tokens in logits.argmax(-1).tolist()]
+        odds = self._drawn.probabilities(logits).cpu()
+        drawn = (own.multinomial(1, generator=g) for own, g in zip(odds, self._generators, strict=True))
+        return [chain(tokens.flatten().tolist(), own) for tokens, own in zip(drawn, odds, strict=True)]
 
 
 class LookupProposer:
@@ -72,8 +107,8 @@ class LookupProposer:
     def observe(self, slots: Slots) -> None:
         """Features are of no use here."""
 
-    def propose(self, sequences: list[list[int]]) -> list[list[int]]:
-        return [self.continuation(sequence) for sequence in sequences]
+    def propose(self, sequences: list[list[int]]) -> list[Tree]:
+        return [chain(self.continuation(sequence)) for sequence in sequences]
 
     def continuation(self, sequence: list[int]) -> list[int]:
         """Drafts for one sequence."""

@@ -1,0 +1,61 @@
+"""Speculative decoding: draft a tree, read it in one step of the target, commit what is right and one token more."""
+
+import torch
+
+from foredraft.speculation.acceptance import Trace
+from foredraft.speculation.proposers import Proposer
+from foredraft.speculation.session import Session
+from foredraft.speculation.tree import Tree
+from foredraft.speculation.verdicts import Greedy, Verdicts, walk
+
+
+@torch.inference_mode()
+def decode(
+    session: Session,
+    proposer: Proposer,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos: list[int],
+    verdicts: Verdicts | None = None,
+) -> list[Trace]:
+    """Decode a batch of prompts; every committed token is the target's own, whatever is proposed.
+
+    Args:
+        prompts: token ids of each.
+        max_new_tokens: per prompt, the first token and the end-of-turn token included.
+        eos: ids that end an answer; the one that ends it is committed, nothing behind it is.
+        verdicts: greedy by default.
+    """
+    verdicts = verdicts or Greedy()
+    logits, slots = session.prefill(prompts)
+    proposer.observe(slots)
+    traces = [Trace(tokens=[token]) for token in verdicts.first(logits)]
+
+    def is_open(trace: Trace) -> bool:
+        return len(trace.tokens) < max_new_tokens and trace.tokens[-1] not in eos
+
+    while any(map(is_open, traces)):
+        trees = proposer.propose([prompt + trace.tokens for prompt, trace in zip(prompts, traces, strict=True)])
+        verdicts.read(session.verify([trace.tokens[-1] for trace in traces], trees))
+        paths: list[list[int]] = []
+        for row, (trace, tree) in enumerate(zip(traces, trees, strict=True)):
+            path: list[int] = []
+            if is_open(trace):
+                path, said = walk(tree, row, verdicts)
+                commit(trace, tree, said, max_new_tokens, eos)
+            paths.append(path if is_open(trace) else [])
+        if any(paths):
+            slots = session.commit(paths)
+            proposer.observe(slots)
+    return traces
+
+
+def commit(trace: Trace, tree: Tree, said: list[int], max_new_tokens: int, eos: list[int]) -> None:
+    """Extend ``trace`` by a step in which the target said this, the last of it behind the last right draft."""
+    new = said[: max_new_tokens - len(trace.tokens)]
+    end = next((i for i, token in enumerate(new) if token in eos), len(new))
+    new = new[: end + 1]
+    # Where the answer ends inside the block, drafts behind the end were neither right nor wrong.
+    offered = tree.depth if len(new) == len(said) else min(tree.depth, len(new))
+    trace.steps.append((offered, min(len(said) - 1, len(new)), len(new)))
+    trace.tokens += new

@@ -1,0 +1,116 @@
+"""What the target says behind a token, and so which draft is right: its argmax, or a token drawn from its distribution.
+
+Sampling is exact whatever is drafted: the committed tokens follow the target's distribution (temperature, then top-k, then
+top-p, as Transformers' ``generate``). Where drafts were chosen, a token is drawn from the target and followed while it is
+among the drafts. Where one was drawn from ``q``, it is taken with probability ``min(1, p / q)``, and otherwise one is drawn
+from what ``p`` has more than ``q`` (speculative sampling, arXiv 2211.17192).
+
+Shapes: ``B`` rows, ``S`` slots, ``V`` vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foredraft.speculation.tree import Tree
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A distribution made of logits; temperature 0 is greedy.
+
+    Attributes:
+        top_k: how many of the likeliest tokens; 0: all.
+        top_p: the likeliest tokens that hold this share of what ``top_k`` left.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """``(..., V)`` logits -> probabilities, float32. Needs a temperature above 0."""
+        scaled = logits.float() / self.temperature
+        if 0 < self.top_k < scaled.shape[-1]:
+            least = scaled.topk(self.top_k, -1).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        if self.top_p < 1:
+            ordered, order = scaled.sort(-1, descending=True)
+            shares = ordered.softmax(-1)
+            over = shares.cumsum(-1) - shares >= self.top_p  # the likelier ones hold enough without it
+            scaled = scaled.masked_fill(over.gather(-1, order.argsort(-1)), -torch.inf)
+        return scaled.softmax(-1)
+
+
+class Verdicts(Protocol):
+    """What the target says, row by row."""
+
+    def first(self, logits: Tensor) -> list[int]:
+        """The tokens behind the prompts, from logits ``(B, V)``."""
+
+    def read(self, logits: Tensor) -> None:
+        """Take in the logits ``(B, S, V)`` of the block that is decided next."""
+
+    def after(self, row: int, slot: int, tree: Tree) -> int:
+        """The token behind a slot of a row's tree."""
+
+
+class Greedy:
+    """The target's argmax."""
+
+    def first(self, logits: Tensor) -> list[int]:
+        return logits.argmax(-1).tolist()
+
+    def read(self, logits: Tensor) -> None:
+        self._best = logits.argmax(-1).tolist()
+
+    def after(self, row: int, slot: int, _tree: Tree) -> int:
+        return int(self._best[row][slot])
+
+
+class Sampled:
+    """Tokens drawn from the target's distribution, by a generator for each row: what a row draws depends on no other row."""
+
+    def __init__(self, sampling: Sampling, seeds: list[int]):
+        self._sampling = sampling
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def first(self, logits: Tensor) -> list[int]:
+        return [self._draw(row, self._sampling.probabilities(own)) for row, own in enumerate(logits)]
+
+    def read(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def after(self, row: int, slot: int, tree: Tree) -> int:
+        wanted = self._sampling.probabilities(self._logits[row, slot])
+        if tree.odds is None or not tree.children[slot]:
+            return self._draw(row, wanted)
+        ((token, child),) = tree.children[slot].items()
+        odds = tree.odds[child - 1].to(wanted.device)
+        if torch.rand((), generator=self._generators[row]) * odds[token].cpu() < wanted[token].cpu():
+            return token
+        return self._draw(row, (wanted - odds).clamp(min=0))
+
+    def _draw(self, row: int, weights: Tensor) -> int:
+        # On the CPU, whose generators give the same everywhere; by one number, and not by one for each token.
+        cumulative = weights.double().cpu().cumsum(-1)
+        point = torch.rand((), generator=self._generators[row], dtype=torch.float64) * cumulative[-1]
+        return int(torch.searchsorted(cumulative, point, right=True).clamp(max=len(cumulative) - 1))
+
+
+def walk(tree: Tree, row: int, verdicts: Verdicts) -> tuple[list[int], list[int]]:
+    """Follow the target's words down a tree.
+
+    Returns:
+        the slots passed, root first, and the tokens said behind each: one more than drafts were right.
+    """
+    path, said = [0], []
+    while True:
+        token = verdicts.after(row, path[-1], tree)
+        said.append(token)
+        child = tree.children[path[-1]].get(token)
+        if child is None:
+            return path, said
+        path.append(child)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from foredraft.drafter.config import DrafterConfig, DrafterShape
 from foredraft.drafter.model import Drafter, initialise_random
@@ -37,31 +46,50 @@ DENSE: dict[str, Any] = {
 def tiny_llama(**changes: object) -> LlamaForCausalLM:
     torch.manual_seed(0)
     settings = DENSE | {"tie_word_embeddings": True, "initializer_range": 0.5}
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    return LlamaForCausalLM(LlamaConfig(**settings | changes))
+
+
+LINEAR: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 
 def tiny_hybrid(**changes: object) -> Qwen3_5ForCausalLM:
     """Three parts Gated DeltaNet and one part attention, as Qwen3.5 has them."""
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.5,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**settings, **changes}))
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**LINEAR | changes))
+
+
+def tiny_qwen3_next() -> Qwen3NextForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2}
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(**LINEAR | experts, shared_expert_intermediate_size=16, partial_rotary_factor=0.5)
+    )
+
+
+def tiny_olmo_hybrid() -> OlmoHybridForCausalLM:
+    torch.manual_seed(0)
+    return OlmoHybridForCausalLM(OlmoHybridConfig(**LINEAR))
+
+
+HYBRIDS = {"qwen3_5": tiny_hybrid, "qwen3_next": tiny_qwen3_next, "olmo_hybrid": tiny_olmo_hybrid}
+"""Small targets with gated delta rules, at random, by their names in Transformers."""
 
 
 @pytest.fixture(params=["llama", "hybrid"])

@@ -22,10 +22,10 @@ from foredraft.speculation.acceptance import Trace, pool
 from foredraft.speculation.config import EvaluateConfig
 from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
-from foredraft.speculation.session import open_session
+from foredraft.speculation.session import open_session, reads_trees
 from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
-from foredraft.target.frozen import FrozenTarget, attends_to_everything, load_target
+from foredraft.target.frozen import FrozenTarget, load_target
 from foredraft.target.generate import greedy_answers
 from foredraft.target.tokenizer import read_tokenizer
 from foredraft.target.weights import checkpoint_folder
@@ -204,7 +204,7 @@ def _decode_all(
 
 
 def _batches(frozen: FrozenTarget, prompts: list[Prompt], config: EvaluateConfig) -> list[list[Prompt]]:
-    size = config.batch_size if attends_to_everything(frozen.model) else 1
+    size = config.batch_size if reads_trees(frozen) else 1
     return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 

@@ -11,7 +11,8 @@ On a tree a node's state is its parent's, fed the node, and its convolution reac
 Transformers 5.24 writes these layers alike (Qwen3-Next, Qwen3.5, OLMo-hybrid): they call ``causal_conv1d_fn`` and
 ``torch_chunk_gated_delta_rule`` by these names of their module, which is where this listens.
 
-Shapes: ``B`` rows, ``S`` slots, ``K`` kept slots, ``C`` channels, ``W`` width of the convolution, ``H`` heads, ``d`` their size.
+Shapes: ``B`` rows, ``S`` slots, ``K`` kept slots, ``C`` channels, ``W`` width of the convolution, ``H`` heads, ``d``
+their size.
 """
 
 import sys
@@ -38,7 +39,7 @@ ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
 
 @dataclass(frozen=True)
 class Fed:
-    """What one layer's delta rule was given for a block: ``(B, S, H, d)`` keys and values, ``(B, S, H)`` decays and rates."""
+    """What one layer's delta rule was given for a block: keys, values ``(B, S, H, d)``, decays and rates ``(B, S, H)``."""
 
     keys: Tensor
     values: Tensor
@@ -86,7 +87,8 @@ class RecurrentLayers:
 
         def delta_rule(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
             options = {name: more[name] for name in ("use_qk_l2norm_in_kernel",) if name in more}
-            self._fed.append(Fed(key, value, more["g"], more["beta"], more["initial_state"], options))
+            before = more["initial_state"].clone()  # the cache overwrites its own
+            self._fed.append(Fed(key, value, more["g"], more["beta"], before, options))
             if block.is_chain:
                 found: tuple[Tensor, Tensor] = rule(query, key, value, **more)
                 return found
@@ -103,7 +105,7 @@ class RecurrentLayers:
             raise ValueError(f"{len(self.numbers)} recurrent layers, but {len(self._fed)} were heard")
 
     def commit(self, cache: Any, path: Tensor, kept: Tensor) -> None:
-        """Put ``cache`` where it would be had it read the slots ``path (B, K)`` of the block that are ``kept``, and no other."""
+        """Put ``cache`` where it would be had it read, of the block, the slots ``path (B, K)`` that are ``kept`` alone."""
         if self._module is None:
             return
         step = getattr(self._module, STEP_RULE)
@@ -136,7 +138,7 @@ class RecurrentLayers:
 
 def along_tree(block: Block, step: Any, queries: Tensor, fed: Fed) -> tuple[Tensor, Tensor]:
     """The delta rule where every slot follows its parent: outputs ``(B, S, H, d)``, and the states before the block."""
-    rows, size = block.tokens.shape
+    size = block.tokens.shape[1]
     states = fed.state[:, None].repeat(1, size, 1, 1, 1)  # (B, S, H, d, d) after each slot
     outputs = torch.empty_like(fed.values)
     for depth in range(int(block.depths.max()) + 1):

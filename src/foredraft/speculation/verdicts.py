@@ -60,13 +60,13 @@ class Verdicts(Protocol):
 class Greedy:
     """The target's argmax."""
 
-    def first(self, logits: Tensor) -> list[int]:
+    def first(self, logits: Tensor) -> list[int]:  # noqa: D102
         return logits.argmax(-1).tolist()
 
-    def read(self, logits: Tensor) -> None:
+    def read(self, logits: Tensor) -> None:  # noqa: D102
         self._best = logits.argmax(-1).tolist()
 
-    def after(self, row: int, slot: int, _tree: Tree) -> int:
+    def after(self, row: int, slot: int, _tree: Tree) -> int:  # noqa: D102
         return int(self._best[row][slot])
 
 
@@ -77,13 +77,13 @@ class Sampled:
         self._sampling = sampling
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    def first(self, logits: Tensor) -> list[int]:
+    def first(self, logits: Tensor) -> list[int]:  # noqa: D102
         return [self._draw(row, self._sampling.probabilities(own)) for row, own in enumerate(logits)]
 
-    def read(self, logits: Tensor) -> None:
+    def read(self, logits: Tensor) -> None:  # noqa: D102
         self._logits = logits
 
-    def after(self, row: int, slot: int, tree: Tree) -> int:
+    def after(self, row: int, slot: int, tree: Tree) -> int:  # noqa: D102
         wanted = self._sampling.probabilities(self._logits[row, slot])
         if tree.odds is None or not tree.children[slot]:
             return self._draw(row, wanted)

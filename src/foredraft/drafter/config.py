@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from foredraft.params import Config
 
+FLOAT8_MULTIPLE = 16
+"""What products in float8 ask of sizes."""
+
 
 class DrafterConfig(Config):
     """The ``train.drafter`` section: what a user chooses. The rest of the shape is the target's."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MULTIPLE = 16
-"""What the products ask of sizes."""
+from foredraft.drafter.config import FLOAT8_MULTIPLE
+
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_SCALE = 2.0**14
 """Gradients by logits up to 3.5 come out below the largest e5m2, 57,344."""
@@ -40,7 +40,7 @@ class Float8Head:
     """
 
     def __init__(self, rows: Tensor):
-        if any(size % MULTIPLE for size in rows.shape):
+        if any(size % FLOAT8_MULTIPLE for size in rows.shape):
             raise ValueError(f"train.float8 needs a head whose sizes are multiples of 16, not {tuple(rows.shape)}")
         self._scale = scale_of(rows, FORWARD)
         self._rows = rounded(rows, self._scale, FORWARD)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foredraft.drafter import float8
 from foredraft.drafter.attention import Attention, KeysValues
-from foredraft.drafter.config import DrafterShape
+from foredraft.drafter.config import FLOAT8_MULTIPLE, DrafterShape
 
 
 class Drafter(nn.Module):
@@ -93,7 +93,7 @@ class Drafter(nn.Module):
             ValueError: a size is no multiple of 16.
         """
         sizes = {size for name, weight in self.layers.named_parameters() for size in weight.shape if weight.dim() > 1}
-        if odd := sorted(size for size in sizes if size % float8.MULTIPLE):
+        if odd := sorted(size for size in sizes if size % FLOAT8_MULTIPLE):
             raise ValueError(f"train.float8 needs sizes that are multiples of 16: not {', '.join(map(str, odd))}")
         for module in self.modules():
             if isinstance(module, DrafterLayer | ContextAttention | SwiGLU):

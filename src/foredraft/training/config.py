@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foredraft.drafter.config import DrafterConfig, LossConfig
-from foredraft.drafter.float8 import MULTIPLE
+from foredraft.drafter.config import FLOAT8_MULTIPLE, DrafterConfig, LossConfig
 from foredraft.params import Config
 
 
@@ -69,9 +68,9 @@ class TrainConfig(Config):
         if self.float8 != "none" and self.loss.ce + self.loss.kl + self.loss.tv > 3.5:
             raise ValueError("float8 holds gradients up to 3.5: lower loss.ce, .kl and .tv, and raise lr instead")
         slots = self.anchors_per_row * self.drafter.block_size
-        if self.float8 == "all" and slots % MULTIPLE:
+        if self.float8 == "all" and slots % FLOAT8_MULTIPLE:
             raise ValueError(
-                f"float8 = all needs anchors_per_row * block_size = {slots} to be a multiple of {MULTIPLE}"
+                f"float8 = all needs anchors_per_row * block_size = {slots} to be a multiple of {FLOAT8_MULTIPLE}"
             )
         if self.tokens_per_step % self.tokens_per_row:
             raise ValueError(

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.devices import default_device
-from foredraft.drafter.config import DrafterShape
-from foredraft.drafter.float8 import MULTIPLE
+from foredraft.drafter.config import FLOAT8_MULTIPLE, DrafterShape
 from foredraft.drafter.model import Drafter
 from foredraft.progress import Progress
 from foredraft.scratch import Scratch
@@ -64,7 +63,7 @@ class Trainer:
         dtype = getattr(torch, config.compute_dtype)
         rows = self.train_data.answer_ids() if config.head_rows == "occurring" else None
         if rows is not None and config.float8 != "none":
-            rows = filled_up(rows, len(interface.lm_head), MULTIPLE)
+            rows = filled_up(rows, len(interface.lm_head), FLOAT8_MULTIPLE)
         drafter = Drafter(shape)
         initialise(drafter, config.start, interface, torch.Generator().manual_seed(config.seed))
         embeddings = interface.embed_tokens.to(dtype)

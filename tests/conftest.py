@@ -49,13 +49,7 @@ def tiny_llama(**changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**settings | changes))
 
 
-LINEAR: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+LINEAR = DENSE | {
     "head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -67,6 +61,7 @@ LINEAR: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+"""And of one with gated delta rules."""
 
 
 def tiny_hybrid(**changes: object) -> Qwen3_5ForCausalLM:

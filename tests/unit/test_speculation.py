@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from foredraft.speculation.acceptance import Trace, pool
 from foredraft.speculation.decode import decode
@@ -14,7 +22,7 @@ from foredraft.speculation.tree import Block, Tree, best_first, chain
 from foredraft.speculation.verdicts import Sampled, Sampling
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import greedy_answers
-from tests.conftest import HYBRIDS, TAPS, VOCABULARY, tiny_drafter, tiny_llama
+from tests.conftest import DENSE, HYBRIDS, TAPS, VOCABULARY, tiny_drafter, tiny_llama
 
 
 class Scripted:
@@ -264,6 +272,26 @@ def test_rows_of_a_batch_decode_as_they_do_alone_by_chains_and_trees(kind: str) 
         for prompt, trace in zip(prompts, together, strict=True):
             alone = decode(TreeSession(target), DFlashProposer(drafter, target, budget=budget), [prompt], 16, eos)
             assert alone == [trace]
+
+
+@pytest.mark.parametrize("kind", ["windows", "short convolutions"])
+def test_targets_with_other_layers_are_replayed(kind: str) -> None:
+    torch.manual_seed(0)
+    model = (
+        MistralForCausalLM(MistralConfig(**DENSE | {"initializer_range": 0.5, "sliding_window": 4}))
+        if kind == "windows"
+        else Lfm2ForCausalLM(Lfm2Config(**DENSE | {"initializer_range": 0.5, "full_attn_idxs": [1, 3]}))
+    )
+    target = FrozenTarget(model, TAPS)
+    session = open_session(target)
+    assert isinstance(session, ReplaySession)
+    with pytest.raises(ValueError, match="one prompt at a time, not 2"):
+        session.prefill([[1, 2], [3, 4]])
+    (prompt,), eos = some_prompts()[2:], [VOCABULARY + 1]
+    (reference,) = greedy(target, [prompt], 16, eos)
+    for proposer in (Scripted([prompt], [reference], 3, 0.4), DFlashProposer(tiny_drafter(1), target, budget=5)):
+        (trace,) = decode(open_session(target), proposer, [prompt], 16, eos)
+        assert trace.tokens == reference
 
 
 def test_a_tree_of_width_one_is_the_chain(tiny_target: FrozenTarget) -> None:

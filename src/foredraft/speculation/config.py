@@ -15,7 +15,7 @@ class EvaluateConfig(Config):
     max_new_tokens: int = Field(ge=2)
     max_prompt_tokens: int = Field(gt=0)
     batch_size: int = Field(gt=0)
-    """Prompts that decode together, on attention targets; hybrids decode one by one."""
+    """Prompts that decode together; targets with windowed layers decode one by one."""
     dtype: Literal["bfloat16", "float32"]
     """Of target and drafter. In float32 any difference from greedy decoding is a fault; in bfloat16 near-ties differ."""
     near_tie: float = Field(gt=0)

@@ -51,15 +51,10 @@ class Fed:
 
 
 class RecurrentLayers:
-    """The recurrent layers of a model, and what the last block fed them.
-
-    Raises:
-        ValueError: the model has recurrent layers of another kind.
-    """
+    """The :func:`delta_rule_layers` of a model, and what the last block fed them."""
 
     def __init__(self, model: Any):
-        kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
-        self.numbers = [number for number, kind in enumerate(kinds) if kind == "linear_attention"]
+        self.numbers = delta_rule_layers(model)
         self._module = _module_of(model) if self.numbers else None
         self._columns: list[Tensor] = []
         self._fed: list[Fed] = []
@@ -190,9 +185,14 @@ def merge(caches: list[Any], length: int) -> Any:
     return merged
 
 
-def _module_of(model: Any) -> ModuleType:
+def delta_rule_layers(model: Any) -> list[int]:
+    """Numbers of the layers that can be listened to; recurrent layers of another kind are not among them."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    return [n for n, kind in enumerate(kinds) if kind == "linear_attention"] if _module_of(model) else []
+
+
+def _module_of(model: Any) -> ModuleType | None:
+    """The one module of Transformers that writes the model's delta rules, if there is one."""
     modules = {sys.modules[type(part).__module__] for part in model.modules() if hasattr(part, "conv1d")}
     found = [module for module in modules if all(hasattr(module, n) for n in (CONVOLUTION, CHUNK_RULE, STEP_RULE))]
-    if len(found) != 1:
-        raise ValueError(f"{type(model).__name__}: recurrent layers of a kind that cannot be listened to")
-    return found[0]
+    return found[0] if len(found) == 1 else None

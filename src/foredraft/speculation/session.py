@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from foredraft.speculation.recurrent import RecurrentLayers, merge
+from foredraft.speculation.recurrent import RecurrentLayers, delta_rule_layers, merge
 from foredraft.speculation.tree import Block, Tree, paths_tensor
 from foredraft.target.frozen import FrozenTarget
 
@@ -146,7 +146,7 @@ class ReplaySession:
             raise ValueError(f"this target decodes one prompt at a time, not {len(prompts)}")
         self._length = 0
         self._cache = DynamicCache(config=self._target.model.config)
-        slots, logits = self._read(prompts[0], self._cache)
+        slots, logits = self._read(prompts[0], self._cache, logits_to_keep=1)
         self._length = len(prompts[0])
         return logits[:, -1], slots
 
@@ -168,18 +168,19 @@ class ReplaySession:
         self._length += len(path)
         return slots
 
-    def _read(self, tokens: list[int], cache: Any) -> tuple[Slots, Tensor]:
+    def _read(self, tokens: list[int], cache: Any, **kwargs: Any) -> tuple[Slots, Tensor]:
         self.passes += 1
         self.fed += len(tokens)
-        taps, logits = self._target.step(torch.tensor([tokens], device=self._target.device), cache)
+        taps, logits = self._target.step(torch.tensor([tokens], device=self._target.device), cache, **kwargs)
         positions = self._length + torch.arange(len(tokens), device=logits.device)[None]
         return Slots(taps, positions, torch.ones_like(positions, dtype=torch.bool)), logits
 
 
 def reads_trees(target: FrozenTarget) -> bool:
     """Whether every layer of the target's cache is one that :class:`TreeSession` handles."""
-    layers = DynamicCache(config=target.model.config).layers
-    return all(type(layer) in (DynamicLayer, LinearAttentionLayer) for layer in layers)
+    kinds = [type(layer) for layer in DynamicCache(config=target.model.config).layers]
+    recurrent = [number for number, kind in enumerate(kinds) if kind is LinearAttentionLayer]
+    return set(kinds) <= {DynamicLayer, LinearAttentionLayer} and recurrent == delta_rule_layers(target.model)
 
 
 def open_session(target: FrozenTarget) -> Session:

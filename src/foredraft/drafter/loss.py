@@ -69,16 +69,11 @@ class _SlotLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor | Float8Head, answers: Answers, terms: Terms
     ) -> tuple[Tensor, ...]:
-        wanted = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden) if wanted else None
-        found, start = [], 0
-        for part, asked in zip(hidden.split(CHUNK), answers.split(CHUNK), strict=True):
-            logits = part @ head.T if isinstance(head, Tensor) else head.logits(part)
-            found.append(chunk_losses(logits, asked, terms, wanted))
-            if gradient is not None:
-                of_part = gradient[start : start + len(part)]
-                torch.mm(logits, head, out=of_part) if isinstance(head, Tensor) else head.pull_back(logits, out=of_part)
-            start += len(part)
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        chunks = hidden.split(CHUNK)
+        places = [None] * len(chunks) if gradient is None else gradient.split(CHUNK)
+        asked = zip(chunks, answers.split(CHUNK), places, strict=True)
+        found = [_of_chunk(part, head, wanted, terms, place) for part, wanted, place in asked]
         ctx.save_for_backward(gradient)
         results = [torch.cat([getattr(losses, name) for losses in found]) for name in ("loss", "ce", "guess")]
         ctx.mark_non_differentiable(*results[1:])
@@ -88,6 +83,17 @@ class _SlotLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (of_loss,) = ctx.saved_tensors
         return of_loss * gradients[0][:, None].to(of_loss.dtype), None, None, None
+
+
+def _of_chunk(
+    hidden: Tensor, head: Tensor | Float8Head, answers: Answers, terms: Terms, place: Tensor | None
+) -> Losses:
+    """Losses of a chunk, and in ``place`` their gradient by ``hidden``; its logits are gone when the next one's are made."""
+    logits = hidden @ head.T if isinstance(head, Tensor) else head.logits(hidden)
+    losses = chunk_losses(logits, answers, terms, gradient=place is not None)
+    if place is not None:
+        torch.mm(logits, head, out=place) if isinstance(head, Tensor) else head.pull_back(logits, out=place)
+    return losses
 
 
 def chunk_losses(logits: Tensor, answers: Answers, terms: Terms, gradient: bool) -> Losses:

@@ -33,6 +33,8 @@ TOKENS, ANCHORS, BLOCK = 3072, 512, 16
 LAYERS, HEADS, KV_HEADS, HEAD, HIDDEN, FFN, VOCABULARY, TAPS = 5, 32, 8, 128, 5120, 17_408, 248_320, 5
 TOP_K = 16
 WARM_UP, REPEATS = 4, 5
+ROWS = 3
+"""On the GPU, as many as in a run: one in use, one ready, one that has been made. The peer's run has one."""
 PROFILE = ROOT / "profiles/qwen3.6-27b.yaml"
 
 
@@ -186,7 +188,7 @@ def ours(weights: str, float8: str = "none") -> dict[str, Any]:
     """Our step, with weights and optimiser in this type, and some products in float8."""
     from foredraft.training.ranks import Ranks
 
-    rows = [make_row(seed) for seed in range(4)]
+    rows = [make_row(seed) for seed in range(ROWS)]
     start = time.perf_counter()
     learner = make_learner(weights, Ranks(torch.device("cuda")), float8=float8)
     losses = [learner.learn([rows[0]], 1e-4).loss]
@@ -194,7 +196,7 @@ def ours(weights: str, float8: str = "none") -> dict[str, Any]:
     first = time.perf_counter() - start
     print(weights, "first step", first, torch._dynamo.utils.compile_times(), flush=True)
     steps = iter(range(10**6))
-    seconds = seconds_of(lambda: losses.append(learner.learn([rows[next(steps) % 4]], 1e-4).loss))
+    seconds = seconds_of(lambda: losses.append(learner.learn([rows[next(steps) % ROWS]], 1e-4).loss))
     found = {
         "milliseconds": round(seconds * 1e3, 1),
         "anchors_per_s": round(ANCHORS / seconds),
@@ -229,12 +231,12 @@ def disk() -> dict[str, Any]:
             for number in range(documents):
                 write_shard(folder / f"train-{number:05d}.safetensors", storage, number)
             data = FeatureData({"random": folder}, "train")
-            resident = [data.row([number], sizes, number).to(device) for number in range(4)]
+            resident = [data.row([number], sizes, number).to(device) for number in range(ROWS)]
             for _ in range(WARM_UP):
                 learner.learn([resident[0]], 1e-4)
             bare, whole, waited = [], [], 0.0
             for _ in range(passes):
-                bare.append(seconds_per_step(learner, (resident[n % 4] for n in range(documents)))[0])
+                bare.append(seconds_per_step(learner, (resident[n % ROWS] for n in range(documents)))[0])
                 for path in folder.iterdir():
                     forget(path)
                 rows = ahead((partial(data.row, [n], sizes, n) for n in range(documents)), device)
@@ -334,10 +336,10 @@ def share_of_step(job: tuple[Path, tuple[str, str, str]]) -> None:
     device = torch.device(cuda or "cpu")
     torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl", device_id=device)
-    rows = [make_row(10 * rank + seed) for seed in range(4)]
+    rows = [make_row(10 * rank + seed) for seed in range(ROWS)]
     learner = make_learner(weights, Ranks(device, rank, world), parallel, float8)
     steps = iter(range(10**6))
-    seconds = seconds_of(lambda: learner.learn([rows[next(steps) % 4]], 1e-4))
+    seconds = seconds_of(lambda: learner.learn([rows[next(steps) % ROWS]], 1e-4))
     if rank == 0:
         found = {"milliseconds": round(seconds * 1e3, 1), "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1)}
         (folder / "found.json").write_text(json.dumps(found))

@@ -102,6 +102,8 @@ class Drafter(nn.Module):
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile what stands before and behind attention, forward and backward, for the few shapes that training has."""
         torch._dynamo.config.recompile_limit = 32
+        for norm in (self.hidden_norm, self.norm):
+            norm.forward = torch.compile(norm.forward, dynamic=False, backend=backend)  # type: ignore[method-assign]
         for layer in self.layers:
             for name in ("read_context", "project", "finish"):
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=False, backend=backend))

@@ -26,8 +26,8 @@ from foredraft.drafter.blocks import Blocks, anchor_budgets, anchor_candidates, 
 from foredraft.features.layout import Document, FeatureShard, dequantise, open_features
 from foredraft.loops import periodic_tail
 
-AHEAD = 2
-"""Rows that lie on the GPU before they are needed."""
+AHEAD = 1
+"""Rows that lie ready on the GPU, beside the one in use; another has been made, or is being."""
 WINDOW_ROWS = 16
 """So many rows are packed together."""
 TOKEN_MULTIPLE = 128

@@ -19,9 +19,9 @@ from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
 from foredraft.speculation.session import ReplaySession, Session, Slots, TreeSession, open_session
 from foredraft.speculation.tree import Block, Tree, best_first, chain
-from foredraft.speculation.verdicts import Sampled, Sampling
+from foredraft.speculation.verdicts import Sampled, probabilities
 from foredraft.target.frozen import FrozenTarget
-from foredraft.target.generate import greedy_answers
+from foredraft.target.generate import Sampling, greedy_answers
 from tests.conftest import DENSE, HYBRIDS, TAPS, VOCABULARY, tiny_drafter, tiny_llama
 
 
@@ -361,7 +361,7 @@ def test_sampled_tokens_follow_the_target_whatever_is_drafted(kind: str) -> None
         said = torch.tensor(prompt + trace.tokens)
         counts.index_put_((said[:-1], said[1:]), torch.ones(len(said) - 1), accumulate=True)
     assert counts.sum() == rows * tokens
-    expected = counts.sum(1, keepdim=True) * sampling.probabilities(table)
+    expected = counts.sum(1, keepdim=True) * probabilities(table, sampling)
     statistic, freedom = float(((counts - expected).square() / expected).sum()), 50 * 49
     assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
     assert pool(traces).report()["accepted_per_step"] > 0.05
@@ -370,13 +370,18 @@ def test_sampled_tokens_follow_the_target_whatever_is_drafted(kind: str) -> None
 def test_distributions_are_those_of_transformers() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 200) * 3
-    for sampling in (Sampling(0.7), Sampling(1.3, top_k=20), Sampling(1.0, top_p=0.8), Sampling(0.6, 30, 0.9)):
+    for sampling in (
+        Sampling(0.7),
+        Sampling(1.3, top_k=20),
+        Sampling(1.0, top_p=0.8),
+        Sampling(0.6, top_k=30, top_p=0.9),
+    ):
         warped = TemperatureLogitsWarper(sampling.temperature)(None, logits)
         if sampling.top_k:
             warped = TopKLogitsWarper(sampling.top_k)(None, warped)
         if sampling.top_p < 1:
             warped = TopPLogitsWarper(sampling.top_p)(None, warped)
-        torch.testing.assert_close(sampling.probabilities(logits), warped.softmax(-1))
+        torch.testing.assert_close(probabilities(logits, sampling), warped.softmax(-1))
 
 
 def test_what_a_row_draws_depends_on_no_other_row() -> None:

@@ -14,6 +14,8 @@ COLUMNS = {
     "random_drafter": "random drafter",
     "greedy": "plain greedy",
 }
+GROUPS = {"pooled", "baselines", "trees", "sampled", "settings", "gap", "speed", "costs", "recommendation", "commit"}
+"""Keys of the metrics that are no benchmark."""
 
 
 def build_table(metrics: dict[str, Any]) -> Table:
@@ -26,15 +28,53 @@ def build_table(metrics: dict[str, Any]) -> Table:
     )
     table.add_column("benchmark")
     table.add_column("prompts", justify="right")
-    for title in COLUMNS.values():
-        table.add_column(title, justify="right")
     reports = {"drafter": metrics, **metrics["baselines"]}
-    names = [name for name in metrics if name not in {"pooled", "baselines", "settings", "commit"}]
+    columns = {"drafter": "drafter"}
+    for budget, found in metrics["trees"].items():
+        reports[budget], columns[budget] = found, f"tree of {budget}"
+    columns |= COLUMNS
+    for title in columns.values():
+        table.add_column(title, justify="right")
+    names = [name for name in metrics if name not in GROUPS]
     for name in [*names, "pooled"]:
         table.add_section() if name == "pooled" else None
-        cells = [f"{reports[proposer][name]['tokens_per_step']:.2f}" for proposer in COLUMNS]
+        cells = [f"{reports[proposer][name]['tokens_per_step']:.2f}" for proposer in columns]
         table.add_row(name, str(metrics[name]["prompts"]), *cells)
     return table
+
+
+def told(metrics: dict[str, Any], trained: dict[str, Any]) -> list[str]:
+    """What else there is to say of a run, a line each."""
+    pooled = metrics["pooled"]
+    slots = ", ".join(f"{share:.2f}" for share in pooled["acceptance_by_slot"])
+    differences, interval = pooled["differences_from_greedy"], pooled["interval"]
+    lines = [f"acceptance by slot: {slots}; accepted drafts per step: {pooled['accepted_per_step']:.2f}"]
+    if interval:
+        lines.append(f"drafter, pooled, 95 % interval over prompts: {interval['low']:.2f} to {interval['high']:.2f}")
+    lines += [
+        f"{name.replace('_', ' ')}: {found['pooled']['tokens_per_step']:.2f} tokens per step"
+        for name, found in metrics["sampled"].items()
+    ]
+    lines.append(
+        f"answers that leave plain greedy decoding at a near-tie of the target's logits: {differences['near_ties']} "
+        f"of {pooled['prompts']} (largest margin {differences['largest_margin']:.3f})"
+    )
+    if speed := metrics.get("speed"):
+        best = max(speed, key=lambda name: speed[name]["speed_up"])
+        advice = metrics["recommendation"]
+        lines += [
+            "speed-up over Transformers' own greedy loop, one prompt at a time: "
+            + ", ".join(f"{name} {found['speed_up']:.2f}" for name, found in speed.items()),
+            f"{best}: {speed[best]['tokens_per_s']:.1f} tokens/s, first after {speed[best]['seconds_to_first_token']:.2f} s, "
+            f"drafting {speed[best]['drafter_share']:.0%} of the time",
+            f"even at {advice['break_even_tokens_per_step']:.2f} tokens per step; fastest with {advice['best_drafts']} drafts "
+            f"(trained with {advice['trained_drafts']}), or a tree of {advice['best_tree_budget']}",
+        ]
+    lines.append(
+        f"training: {trained['steps']} steps, {trained['anchors_per_second']:.0f} anchors/s, "
+        f"validation {trained['val']['tokens_per_step']:.2f} tokens per step"
+    )
+    return lines
 
 
 def main(evaluate: Path, train: Path) -> None:
@@ -43,19 +83,8 @@ def main(evaluate: Path, train: Path) -> None:
     trained = json.loads(train.read_text(encoding="utf-8"))
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(build_table(metrics))
-    differences = metrics["pooled"]["differences_from_greedy"]
-    slots = ", ".join(f"{share:.2f}" for share in metrics["pooled"]["acceptance_by_slot"])
-    console.print(
-        f"acceptance by slot: {slots}; accepted drafts per step: {metrics['pooled']['accepted_per_step']:.2f}"
-    )
-    console.print(
-        f"answers that leave plain greedy decoding at a near-tie of the target's logits: {differences['near_ties']} "
-        f"of {metrics['pooled']['prompts']} (largest margin {differences['largest_margin']:.3f})"
-    )
-    console.print(
-        f"training: {trained['steps']} steps, {trained['anchors_per_second']:.0f} anchors/s, "
-        f"validation {trained['val']['tokens_per_step']:.2f} tokens per step"
-    )
+    for line in told(metrics, trained):
+        console.print(line)
     console.print(
         "next: data/export/ holds the drafter for vLLM, SGLang, z-lab and Transformers; "
         "metrics/, dvc plots show; dvc exp run --temp -S train.lr=1e-3, make experiments"

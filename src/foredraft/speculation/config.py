@@ -1,10 +1,19 @@
 """The ``evaluate`` section."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from foredraft.params import Config
+
+
+class SamplingConfig(Config):
+    """How tokens are drawn, of the target and of the drafter."""
+
+    temperature: float = Field(gt=0)
+    top_p: float = Field(gt=0, le=1)
+    top_k: int = Field(ge=0)
+    """0: all."""
 
 
 class EvaluateConfig(Config):
@@ -22,5 +31,13 @@ class EvaluateConfig(Config):
     """A first difference from greedy decoding is a near-tie if the two logits are this close; all others fail the stage."""
     lookup_ngram: int = Field(gt=0)
     """Prompt lookup matches this many last tokens, then fewer, down to one."""
+    tree_budgets: tuple[Annotated[int, Field(gt=0)], ...]
+    """Nodes of the trees that are measured beside the chain."""
+    sampled: tuple[SamplingConfig, ...]
+    """Beside greedy decoding: what the chain is measured at, with drafts drawn in the same way."""
+    speed_prompts: int = Field(ge=0)
+    """Prompts of each benchmark that are decoded one by one, against the clock; 0: no clock."""
+    largest_gap: float = Field(gt=0, le=1)
+    """Fail where accepted drafts per step fall short of those on training's held-out documents by more than this share."""
     seed: int
-    """Of the random drafter."""
+    """Of the random drafter and of what is drawn."""

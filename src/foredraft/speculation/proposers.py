@@ -13,8 +13,9 @@ from foredraft.drafter.attention import Attention, KeysValues, MaskedAttention, 
 from foredraft.drafter.model import Drafter
 from foredraft.speculation.session import Slots
 from foredraft.speculation.tree import Tree, best_first, chain
-from foredraft.speculation.verdicts import Sampling
+from foredraft.speculation.verdicts import probabilities
 from foredraft.target.frozen import FrozenTarget
+from foredraft.target.generate import Sampling
 
 
 class Proposer(Protocol):
@@ -90,7 +91,7 @@ class DFlashProposer:
             return [best_first(*row, self._budget) for row in zip(logprobs.cpu(), ids.cpu(), strict=True)]
         if self._drawn is None:
             return [chain(tokens) for tokens in logits.argmax(-1).tolist()]
-        odds = self._drawn.probabilities(logits).cpu()
+        odds = probabilities(logits, self._drawn).cpu()
         drawn = (own.multinomial(1, generator=g) for own, g in zip(odds, self._generators, strict=True))
         return [chain(tokens.flatten().tolist(), own) for tokens, own in zip(drawn, odds, strict=True)]
 
@@ -98,11 +99,12 @@ class DFlashProposer:
 class LookupProposer:
     """Prompt lookup: what followed the last time that the text ended like this.
 
-    The last ``ngram`` tokens are searched in all that came before, latest match first; then one token fewer, down to one.
+    The last ``ngram`` tokens are searched in all that came before, latest match first; then one token fewer, down to
+    ``least``.
     """
 
-    def __init__(self, drafts: int, ngram: int):
-        self._drafts, self._ngram = drafts, ngram
+    def __init__(self, drafts: int, ngram: int, least: int = 1):
+        self._drafts, self._ngram, self._least = drafts, ngram, least
 
     def observe(self, slots: Slots) -> None:
         """Features are of no use here."""
@@ -112,7 +114,7 @@ class LookupProposer:
 
     def continuation(self, sequence: list[int]) -> list[int]:
         """Drafts for one sequence."""
-        for size in range(min(self._ngram, len(sequence) - 1), 0, -1):
+        for size in range(min(self._ngram, len(sequence) - 1), self._least - 1, -1):
             ending = sequence[-size:]
             for start in range(len(sequence) - size - 1, -1, -1):
                 if sequence[start : start + size] == ending:

@@ -8,40 +8,27 @@ from what ``p`` has more than ``q`` (speculative sampling, arXiv 2211.17192).
 Shapes: ``B`` rows, ``S`` slots, ``V`` vocabulary.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foredraft.speculation.tree import Tree
+from foredraft.target.generate import Sampling
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """A distribution made of logits; temperature 0 is greedy.
-
-    Attributes:
-        top_k: how many of the likeliest tokens; 0: all.
-        top_p: the likeliest tokens that hold this share of what ``top_k`` left.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """``(..., V)`` logits -> probabilities, float32. Needs a temperature above 0."""
-        scaled = logits.float() / self.temperature
-        if 0 < self.top_k < scaled.shape[-1]:
-            least = scaled.topk(self.top_k, -1).values[..., -1:]
-            scaled = scaled.masked_fill(scaled < least, -torch.inf)
-        if self.top_p < 1:
-            ordered, order = scaled.sort(-1, descending=True)
-            shares = ordered.softmax(-1)
-            over = shares.cumsum(-1) - shares >= self.top_p  # the likelier ones hold enough without it
-            scaled = scaled.masked_fill(over.gather(-1, order.argsort(-1)), -torch.inf)
-        return scaled.softmax(-1)
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """``(..., V)`` logits -> what a token is drawn from, float32. Needs a temperature above 0."""
+    scaled = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scaled.shape[-1]:
+        least = scaled.topk(sampling.top_k, -1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = scaled.sort(-1, descending=True)
+        shares = ordered.softmax(-1)
+        over = shares.cumsum(-1) - shares >= sampling.top_p  # the likelier ones hold enough without it
+        scaled = scaled.masked_fill(over.gather(-1, order.argsort(-1)), -torch.inf)
+    return scaled.softmax(-1)
 
 
 class Verdicts(Protocol):
@@ -78,13 +65,13 @@ class Sampled:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def first(self, logits: Tensor) -> list[int]:  # noqa: D102
-        return [self._draw(row, self._sampling.probabilities(own)) for row, own in enumerate(logits)]
+        return [self._draw(row, probabilities(own, self._sampling)) for row, own in enumerate(logits)]
 
     def read(self, logits: Tensor) -> None:  # noqa: D102
         self._logits = logits
 
     def after(self, row: int, slot: int, tree: Tree) -> int:  # noqa: D102
-        wanted = self._sampling.probabilities(self._logits[row, slot])
+        wanted = probabilities(self._logits[row, slot], self._sampling)
         if tree.odds is None or not tree.children[slot]:
             return self._draw(row, wanted)
         ((token, child),) = tree.children[slot].items()

@@ -13,17 +13,24 @@ from foredraft.target.frozen import attends_to_everything
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; a temperature of 0 takes the likeliest."""
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: 0 takes the likeliest.
+        top_p: among the likeliest tokens that hold this share of what ``top_k`` left.
+        top_k: among so many of the likeliest; 0: all.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
 
     def settings(self) -> dict[str, Any]:
         """For Transformers; what the checkpoint's own generation config says of sampling does not count."""
         if self.temperature == 0:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
 
 def greedy_answers(model: Any, prompts: list[list[int]], max_new_tokens: int, eos: list[int]) -> list[list[int]]:

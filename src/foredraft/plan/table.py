@@ -65,10 +65,10 @@ def told(metrics: dict[str, Any], trained: dict[str, Any]) -> list[str]:
         lines += [
             "speed-up over Transformers' own greedy loop, one prompt at a time: "
             + ", ".join(f"{name} {found['speed_up']:.2f}" for name, found in speed.items()),
-            f"{best}: {speed[best]['tokens_per_s']:.1f} tokens/s, first after {speed[best]['seconds_to_first_token']:.2f} s, "
-            f"drafting {speed[best]['drafter_share']:.0%} of the time",
-            f"even at {advice['break_even_tokens_per_step']:.2f} tokens per step; fastest with {advice['best_drafts']} drafts "
-            f"(trained with {advice['trained_drafts']}), or a tree of {advice['best_tree_budget']}",
+            f"{best}: {speed[best]['tokens_per_s']:.1f} tokens/s, the first after "
+            f"{speed[best]['seconds_to_first_token']:.2f} s, drafting {speed[best]['drafter_share']:.0%} of the time",
+            f"even at {advice['break_even_tokens_per_step']:.2f} tokens per step; fastest with {advice['best_drafts']} "
+            f"drafts (trained with {advice['trained_drafts']}), or a tree of {advice['best_tree_budget']}",
         ]
     lines.append(
         f"training: {trained['steps']} steps, {trained['anchors_per_second']:.0f} anchors/s, "

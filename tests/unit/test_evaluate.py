@@ -1,0 +1,105 @@
+"""What evaluation says of traces, of seconds, and of drafters that do not keep what they promised."""
+
+import pytest
+import torch
+
+from foredraft.params import load_section
+from foredraft.speculation.acceptance import Trace, interval, report
+from foredraft.speculation.config import EvaluateConfig
+from foredraft.speculation.evaluate import Ground, Prompt, gap, runs_of
+from foredraft.speculation.proposers import LookupProposer
+from foredraft.speculation.speed import Cost, Timed, compare_clocks, measure_cost, recommend
+from foredraft.speculation.tree import chain
+from foredraft.target.frozen import FrozenTarget
+from tests.conftest import HYBRIDS, ROOT, TAPS, VOCABULARY, tiny_drafter, tiny_llama
+
+
+def config(**changes: object) -> EvaluateConfig:
+    stored = load_section(ROOT / "profiles/smoke.yaml", "evaluate", EvaluateConfig)
+    return stored.model_copy(update=changes)
+
+
+def test_sums_pool_whatever_the_grouping() -> None:
+    traces = [Trace([1] * (accepted + 2), [(3, accepted, accepted + 1)]) for accepted in (3, 2, 1, 0)]
+    assert report(traces)["accepted_per_step"] == 1.5
+    one = Trace(list(range(9)), [(3, 2, 3), (3, 0, 1), (3, 3, 4)])
+    assert report([one])["accepted_per_step"] == 5 / 3
+    assert report([one])["tokens_per_step"] == 8 / 3
+
+
+def test_intervals_hold_the_value_and_know_when_there_is_none() -> None:
+    sums = torch.tensor([[30.0, 10.0], [20.0, 10.0], [25.0, 10.0], [28.0, 10.0]], dtype=torch.float64)
+    found = interval(sums)
+    assert found is not None and 2.0 <= found["low"] < 2.575 < found["high"] <= 3.0
+    assert interval(sums[:1]) is None
+    assert interval(sums[:1].repeat(5, 1)) == {"low": 3.0, "high": 3.0}
+
+
+def test_circles_are_counted_apart() -> None:
+    straight = Trace([1, 2, 3, 4, 5, 6], [(3, 0, 1)] * 5)
+    circling = Trace([1, 2, 1, 2, 1, 2, 1, 2, 1], [(3, 3, 4)] * 2)
+    found = report([straight, circling])
+    assert found["periodic"] == {"prompts": 1, "tokens_per_step_of_others": 1.0}
+    assert found["repeated"] == pytest.approx(1 - (3 + 2) / (3 + 6))
+    assert found["by_prompt"] == {"mean": 2.5, "spread": 1.5}
+
+
+def test_what_is_advised_follows_from_seconds() -> None:
+    cost = Cost({1: 1.0, 2: 1.1, 5: 1.4, 9: 3.0}, draft=0.1)
+    assert cost.of(3) == pytest.approx(1.2) and cost.of(20) == 3.0
+    found = recommend([0.8, 0.5, 0.1, 0.0], {4: 2.8, 8: 3.0}, cost, plain_seconds=1.0)
+    assert found["speed_up_by_drafts"][2] == pytest.approx(2.3 / 1.3)
+    assert found["best_drafts"] == 2 and found["best_tree_budget"] == 4
+    assert found["break_even_tokens_per_step"] == pytest.approx(1.5)
+
+
+def test_a_drafter_that_does_not_keep_its_promise_fails() -> None:
+    assert gap(0.4, 0.5, config(largest_gap=0.5)) == {"generated": 0.4, "held_out_documents": 0.5}
+    with pytest.raises(ValueError, match=r"0\.20 accepted drafts per step.*0\.50.*chat template"):
+        gap(0.2, 0.5, config(largest_gap=0.5))
+
+
+def test_lookup_may_insist_on_all_tokens() -> None:
+    assert LookupProposer(2, 3, 3).continuation([1, 2, 3, 9, 8, 1, 2, 3]) == [9, 8]
+    assert LookupProposer(2, 3, 3).continuation([7, 2, 3, 9, 8, 1, 2, 3]) == []
+    assert LookupProposer(2, 3).propose([[7, 2, 3, 9, 8, 1, 2, 3]]) == [chain([9, 8])]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_every_run_gives_the_same_whatever_the_batch(kind: str) -> None:
+    target = FrozenTarget(tiny_llama() if kind == "llama" else HYBRIDS[kind](), TAPS)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [
+        Prompt("abc"[number % 3], torch.randint(VOCABULARY, (2 + number,), generator=generator).tolist())
+        for number in range(5)
+    ]
+    found = []
+    for size in (1, 2, 5):
+        ground = Ground(config(batch_size=size, max_new_tokens=12, tree_budgets=(5,)), target, prompts, [9])
+        runs = runs_of(ground.config, target, tiny_drafter(1))
+        assert [*runs] == [
+            "drafter",
+            "tree_5",
+            "temperature_1",
+            "prompt_lookup",
+            "prompt_lookup_strict",
+            "random_drafter",
+        ]
+        found.append({name: ground.decode(run, Silent()).traces for name, run in runs.items()})  # type: ignore[arg-type]
+    assert found[0] == found[1] == found[2]
+
+
+class Silent:
+    def advance(self, *_: object, **__: object) -> None:
+        pass
+
+
+def test_clocks_see_both_sides() -> None:
+    target = FrozenTarget(tiny_llama(), TAPS)
+    found = compare_clocks(target, lambda: LookupProposer(3, 3), [[1, 2, 3], [4, 5]], 12, [VOCABULARY + 1])
+    assert found["speed_up"] == pytest.approx(found["tokens_per_s"] / found["plain_tokens_per_s"])
+    assert 0 < found["drafter_share"] < 1 and found["seconds_to_first_token"] > 0
+    cost = measure_cost(target, LookupProposer(3, 3), [1, 2, 3], (1, 4))
+    assert cost.verify.keys() == {1, 4} and min(cost.verify.values()) > 0
+    timed = Timed([3, 1, 2], torch.device("cpu"))
+    assert timed.index(1) == 1 and timed.seconds > 0

@@ -127,6 +127,13 @@ def our_first_block_logits(drafter: Drafter, target: FrozenTarget, prompt: list[
         return target.head(hidden[0, 1:])
 
 
+def steps_of(drafter: Drafter, target: FrozenTarget, prompt: list[int], reference: list[int]) -> int:
+    """Steps of our own loop, which must say the same."""
+    (trace,) = decode(TreeSession(target), DFlashProposer(drafter, target), [prompt], NEW, EOS)
+    assert trace.tokens == reference
+    return len(trace.steps)
+
+
 def test_zlabs_own_code_loads_the_export_and_agrees(
     smoke: Workspace,
     smollm_folder: Path,
@@ -146,6 +153,7 @@ def test_zlabs_own_code_loads_the_export_and_agrees(
     found = load_file(out)
     for index, (prompt, reference) in enumerate(zip(few, references, strict=False)):
         assert found[f"tokens.{index}"].tolist() == reference
+        assert found[f"steps.{index}"] == steps_of(trained, smollm, prompt, reference)
         ours = our_first_block_logits(trained, smollm, prompt)
         torch.testing.assert_close(found[f"logits.{index}"], ours, rtol=1e-4, atol=1e-3)
 
@@ -157,8 +165,11 @@ def test_transformers_own_loop_loads_the_export_and_agrees(
 
     exported = smoke.path / "data/export/transformers"
     assistant: Any = AutoModel.from_pretrained(exported, dtype=torch.float32)
+    drafted: list[int] = []
+    assistant.register_forward_hook(lambda *_: drafted.append(1))
     for prompt, reference in zip(prompts, references, strict=True):
         ids = torch.tensor([prompt])
+        drafted.clear()
         said = smollm.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -168,6 +179,7 @@ def test_transformers_own_loop_loads_the_export_and_agrees(
             do_sample=False,
         )
         assert said[0, len(prompt) :].tolist() == reference
+        assert len(drafted) == steps_of(trained, smollm, prompt, reference)
     ids = torch.tensor([prompts[0]])
     with torch.inference_mode():
         taps, final = smollm.read(ids)

@@ -2,8 +2,9 @@
 
 usage: zlab_peer.py TARGET DRAFTER PROMPTS.json MAX_NEW OUT.safetensors
 
-Writes, for prompt ``i``: ``tokens.i``, what ``dflash_generate`` says greedily; and ``logits.i``, the drafter's logits for
-the first block after the prompt, ``(slots - 1, vocabulary)``. Everything in fp32.
+Writes, for prompt ``i``: ``tokens.i``, what ``dflash_generate`` says greedily; ``steps.i``, how many blocks it drafted for
+that; and ``logits.i``, the drafter's logits for the first block after the prompt, ``(slots - 1, vocabulary)``. Everything in
+fp32.
 """
 
 import json
@@ -42,12 +43,15 @@ def main() -> None:
     drafter.eval()
     stops = target.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
-    found = {}
+    found, drafted = {}, []
+    drafter.register_forward_hook(lambda *_: drafted.append(1))
     with torch.inference_mode():
         for index, ids in enumerate(json.loads(Path(prompts_file).read_text(encoding="utf-8"))):
             prompt = torch.tensor([ids])
+            drafted.clear()
             tokens = dflash_generate(drafter, target, prompt, int(max_new), stops)
             found[f"tokens.{index}"] = tokens[0, len(ids) :].contiguous()
+            found[f"steps.{index}"] = torch.tensor(len(drafted))
             found[f"logits.{index}"] = first_block_logits(drafter, target, prompt).contiguous()
     save_file(found, out)
 

@@ -1,15 +1,23 @@
 """What evaluation says of traces, of seconds, and of drafters that do not keep what they promised."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
+from foredraft.layouts.zlab import write_zlab
 from foredraft.params import load_section
+from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace, interval, report
 from foredraft.speculation.config import EvaluateConfig
-from foredraft.speculation.evaluate import Ground, Prompt, gap, runs_of
+from foredraft.speculation.evaluate import gap
+from foredraft.speculation.overlap import RUN, overlap
 from foredraft.speculation.proposers import LookupProposer
+from foredraft.speculation.runs import Ground, Job, Prompt, decode_all
 from foredraft.speculation.speed import Cost, Timed, compare_clocks, measure_cost, recommend
 from foredraft.speculation.tree import chain
+from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget
 from tests.conftest import HYBRIDS, ROOT, TAPS, VOCABULARY, tiny_drafter, tiny_llama
 
@@ -75,8 +83,10 @@ def test_every_run_gives_the_same_whatever_the_batch(kind: str) -> None:
     ]
     found = []
     for size in (1, 2, 5):
-        ground = Ground(config(batch_size=size, max_new_tokens=12, tree_budgets=(5,)), target, prompts, [9])
-        runs = runs_of(ground.config, target, tiny_drafter(1))
+        choice = config(batch_size=size, max_new_tokens=12, tree_budgets=(5,), dtype="float32")
+        ground = Ground(choice, target, tiny_drafter(1), prompts, [9])
+        ground.answer(Silent())  # type: ignore[arg-type]
+        runs = ground.runs()
         assert [*runs] == [
             "drafter",
             "tree_5",
@@ -85,8 +95,51 @@ def test_every_run_gives_the_same_whatever_the_batch(kind: str) -> None:
             "prompt_lookup_strict",
             "random_drafter",
         ]
-        found.append({name: ground.decode(run, Silent()).traces for name, run in runs.items()})  # type: ignore[arg-type]
+        found.append({name: ground.decode(name, run, Silent()).traces for name, run in runs.items()})  # type: ignore[arg-type]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+def test_two_processes_decode_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drafter = tiny_llama(), tiny_drafter(1)
+    model.save_pretrained(tmp_path / "target")
+    write_zlab(tmp_path / "drafter", drafter.shape, drafter.state_dict(), {"format": "pt"})
+    prompts = [Prompt("ab"[number % 2], list(range(1, 3 + number))) for number in range(5)]
+    target = load_section(ROOT / "profiles/smoke.yaml", "target", TargetConfig)
+    job = Job(
+        config(batch_size=2, max_new_tokens=8, dtype="float32", speed_prompts=1),
+        target.model_copy(update={"uri": f"file:{tmp_path / 'target'}"}),
+        load_section(ROOT / "profiles/smoke.yaml", "fetch", FetchConfig),
+        tmp_path / "drafter",
+        prompts,
+        [9],
+        tmp_path,
+    )
+    monkeypatch.setenv("FOREDRAFT_SCRATCH", str(tmp_path / "scratch"))
+    found = []
+    for processes in ("1", "2"):
+        monkeypatch.setenv("FOREDRAFT_PROCESSES", processes)
+        found.append(decode_all(job))
+    one, two = found
+    assert one.answers == two.answers and one.answers.keys() == set(range(5))
+    assert one.runs == two.runs
+    assert two.clocked is not None and two.clocked.speed.keys() == {"a", "b"}
+
+
+def test_prompts_that_were_trained_on_are_counted() -> None:
+    generator = np.random.default_rng(0)
+    seen, other = (generator.integers(0, 1000, 40).tolist() for _ in range(2))
+    prompts = [
+        Prompt("b", [], other),
+        Prompt("a", [], seen[5 : 5 + RUN]),
+        Prompt("a", [], other[:20] + seen[10 : 10 + RUN + 1]),
+        Prompt("a", [], seen[: RUN - 1]),
+    ]
+    found = overlap(prompts, [np.array([7, *seen], dtype=np.int32), np.array(seen[:5], dtype=np.int32)])
+    runs = 20 + 1 + 1
+    assert found["a"] == {"prompts": 2, "prompts_seen": 2, "runs": 1 + runs, "runs_seen": 1 + 2}
+    assert found["b"] == {"prompts": 1, "prompts_seen": 0, "runs": 40 - RUN + 1, "runs_seen": 0}
+    assert overlap(prompts[:1], [])["b"]["prompts_seen"] == 0
 
 
 class Silent:

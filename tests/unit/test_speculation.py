@@ -25,7 +25,14 @@ from foredraft.target.generate import Sampling, greedy_answers
 from tests.conftest import DENSE, HYBRIDS, TAPS, VOCABULARY, tiny_drafter, tiny_llama
 
 
-class Scripted:
+class Careless:
+    """What does not mind which rows of a batch are left."""
+
+    def keep(self, rows: list[int]) -> None:
+        pass
+
+
+class Scripted(Careless):
     """Proposes the reference with some drafts spoilt; ``spoil`` is the share."""
 
     def __init__(self, prompts: list[list[int]], references: list[list[int]], drafts: int, spoil: float):
@@ -212,7 +219,7 @@ def test_figures_pool_exactly() -> None:
     assert whole.accepted_at == [sum(pair) for pair in zip(*(part.accepted_at for part in parts), strict=True)]
 
 
-class Guesses:
+class Guesses(Careless):
     """Random trees, in part right: of the reference, of other tokens, as wide and deep as it happens."""
 
     def __init__(self, whole: list[int], size: int, generator: torch.Generator):
@@ -304,7 +311,7 @@ def test_a_tree_of_width_one_is_the_chain(tiny_target: FrozenTarget) -> None:
     assert [best_first(logprobs, ids, 3)] == proposer.trees(logits)
 
 
-class Markov:
+class Markov(Careless):
     """A target that knows the last token alone: what follows is a row of a table."""
 
     passes = fed = 0
@@ -322,7 +329,7 @@ class Markov:
         return Slots(*torch.zeros(3, len(paths), 1))
 
 
-class MarkovDrafter:
+class MarkovDrafter(Careless):
     """Guesses by another table, slot after slot from the last token alone: drawn, or a tree of the likeliest."""
 
     def __init__(self, table: torch.Tensor, kind: str):
@@ -367,7 +374,9 @@ def test_sampled_tokens_follow_the_target_whatever_is_drafted(kind: str) -> None
     assert pool(traces).report()["accepted_per_step"] > 0.05
 
 
-def test_distributions_are_those_of_transformers() -> None:
+@pytest.mark.parametrize("few", [1024, 3])
+def test_distributions_are_those_of_transformers(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.speculation.verdicts.FEW", few)
     torch.manual_seed(0)
     logits = torch.randn(6, 200) * 3
     for sampling in (

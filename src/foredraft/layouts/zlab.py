@@ -90,9 +90,7 @@ def read_zlab(folder: Path, dtype: torch.dtype) -> Drafter:
     Raises:
         ArtifactError: a key is missing, two forms of a key differ, or the tensors are not those of the config.
     """
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    shape = shape_from_config(config, folder / CONFIG)
-    drafter = Drafter(shape).to(dtype)
+    drafter = Drafter(read_shape(folder)).to(dtype)
     weights = load_file(folder / WEIGHTS)
     expected, found = drafter.state_dict().keys(), weights.keys()
     if expected != found:
@@ -103,6 +101,11 @@ def read_zlab(folder: Path, dtype: torch.dtype) -> Drafter:
         )
     drafter.load_state_dict(weights)
     return drafter.eval().requires_grad_(False)
+
+
+def read_shape(folder: Path) -> DrafterShape:
+    """The shape of the drafter in a folder."""
+    return shape_from_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")), folder / CONFIG)
 
 
 def shape_from_config(config: dict[str, Any], path: Path) -> DrafterShape:

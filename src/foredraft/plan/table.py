@@ -14,7 +14,8 @@ COLUMNS = {
     "random_drafter": "random drafter",
     "greedy": "plain greedy",
 }
-GROUPS = {"pooled", "baselines", "trees", "sampled", "settings", "gap", "speed", "costs", "recommendation", "commit"}
+GROUPS = {"pooled", "baselines", "trees", "sampled", "settings", "gap", "overlap", "commit"}
+GROUPS |= {"speed", "costs", "recommendation"}
 """Keys of the metrics that are no benchmark."""
 
 
@@ -58,6 +59,10 @@ def told(metrics: dict[str, Any], trained: dict[str, Any]) -> list[str]:
     lines.append(
         f"answers that leave plain greedy decoding at a near-tie of the target's logits: {differences['near_ties']} "
         f"of {pooled['prompts']} (largest margin {differences['largest_margin']:.3f})"
+    )
+    shares = ", ".join(f"{found['prompts_seen']}/{found['prompts']}" for found in metrics["overlap"].values())
+    lines.append(
+        f"prompts whose words share 13 tokens with what was trained on: {shares} ({', '.join(metrics['overlap'])})"
     )
     if speed := metrics.get("speed"):
         best = max(speed, key=lambda name: speed[name]["speed_up"])

@@ -31,22 +31,25 @@ def decode(
     proposer.observe(slots)
     traces = [Trace(tokens=[token]) for token in verdicts.first(logits)]
 
-    def is_open(trace: Trace) -> bool:
-        return len(trace.tokens) < max_new_tokens and trace.tokens[-1] not in eos
+    def is_open(row: int) -> bool:
+        return len(traces[row].tokens) < max_new_tokens and traces[row].tokens[-1] not in eos
 
-    while any(map(is_open, traces)):
-        trees = proposer.propose([prompt + trace.tokens for prompt, trace in zip(prompts, traces, strict=True)])
-        verdicts.read(session.verify([trace.tokens[-1] for trace in traces], trees))
+    rows = list(range(len(prompts)))
+    while any(map(is_open, rows)):
+        left = [place for place, row in enumerate(rows) if is_open(row)]
+        if len(left) < len(rows):
+            rows = [rows[place] for place in left]
+            for part in (session, proposer, verdicts):
+                part.keep(left)
+        trees = proposer.propose([prompts[row] + traces[row].tokens for row in rows])
+        verdicts.read(session.verify([traces[row].tokens[-1] for row in rows], trees))
         paths: list[list[int]] = []
-        for row, (trace, tree) in enumerate(zip(traces, trees, strict=True)):
-            path: list[int] = []
-            if is_open(trace):
-                path, said = walk(tree, row, verdicts)
-                commit(trace, tree, said, max_new_tokens, eos)
-            paths.append(path if is_open(trace) else [])
+        for place, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            path, said = walk(tree, place, verdicts)
+            commit(traces[row], tree, said, max_new_tokens, eos)
+            paths.append(path if is_open(row) else [])
         if any(paths):
-            slots = session.commit(paths)
-            proposer.observe(slots)
+            proposer.observe(session.commit(paths))
     return traces
 
 

@@ -27,6 +27,9 @@ class Proposer(Protocol):
     def propose(self, sequences: list[list[int]]) -> list[Tree]:
         """Drafts that continue each row's committed tokens (prompt included); a row may get fewer, or none."""
 
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows of the batch alone."""
+
 
 class DFlashProposer:
     """A drafter beside its target. Context features are projected once and kept, masked like the target's cache.
@@ -69,6 +72,11 @@ class DFlashProposer:
     def propose(self, sequences: list[list[int]]) -> list[Tree]:
         return self.trees(self.logits(sequences))
 
+    def keep(self, rows: list[int]) -> None:
+        self._context = [KeysValues(kept.keys[rows], kept.values[rows]) for kept in self._context]
+        self._positions, self._valid = self._positions[rows], self._valid[rows]
+        self._generators = [self._generators[row] for row in rows] if self._generators else []
+
     def logits(self, sequences: list[list[int]]) -> Tensor:
         """The drafter's logits of each row's drafts, ``(B, S - 1, V)``."""
         choice, size, device = self._drafter.shape.choice, self._size, self._positions.device
@@ -81,7 +89,8 @@ class DFlashProposer:
             attention[kind] = MaskedAttention(decoding_mask(anchors, size, self._positions, self._valid, window))
         positions = anchors[:, None] + torch.arange(size, device=device)
         hidden = self._drafter.fill(self._target.embeddings(block), positions, self._context, attention)
-        found: Tensor = self._target.head(hidden[:, 1:])
+        drafts = hidden[:, 1:].flatten(0, 1)  # of a part of a batch the product would copy the whole head first
+        found: Tensor = self._target.head(drafts).unflatten(0, (len(sequences), -1))
         return found
 
     def trees(self, logits: Tensor) -> list[Tree]:
@@ -111,6 +120,9 @@ class LookupProposer:
 
     def propose(self, sequences: list[list[int]]) -> list[Tree]:
         return [chain(self.continuation(sequence)) for sequence in sequences]
+
+    def keep(self, rows: list[int]) -> None:
+        """Rows are looked up one by one."""
 
     def continuation(self, sequence: list[int]) -> list[int]:
         """Drafts for one sequence."""

@@ -185,6 +185,17 @@ def merge(caches: list[Any], length: int) -> Any:
     return merged
 
 
+def select(cache: Any, rows: Tensor) -> None:
+    """Leave these rows of a cache."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            states: Any
+            for states in (layer.conv_states, layer.recurrent_states):
+                states[0] = states[0][rows]
+        else:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+
 def delta_rule_layers(model: Any) -> list[int]:
     """Numbers of the layers that can be listened to; recurrent layers of another kind are not among them."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from foredraft.speculation.recurrent import RecurrentLayers, delta_rule_layers, merge
+from foredraft.speculation.recurrent import RecurrentLayers, delta_rule_layers, merge, select
 from foredraft.speculation.tree import Block, Tree, paths_tensor
 from foredraft.target.frozen import FrozenTarget
 
@@ -58,6 +58,9 @@ class Session(Protocol):
 
     def commit(self, paths: list[list[int]]) -> Slots:
         """Keep these slots of the trees just verified, root first; of a row that is done, none. Returns them."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows of the batch alone."""
 
 
 class TreeSession:
@@ -102,6 +105,11 @@ class TreeSession:
         self._valid = torch.cat([self._valid, kept], 1)
         self._lengths = self._lengths + kept.sum(1)
         return Slots(self._taps[row, path], self._positions[row, path], kept)
+
+    def keep(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, device=self._target.device)
+        select(self._cache, index)
+        self._lengths, self._valid = self._lengths[index], self._valid[index]
 
     def _prefill_padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(self._target.device)
@@ -167,6 +175,9 @@ class ReplaySession:
         slots, _ = self._read([self._tokens[slot] for slot in path], self._cache)
         self._length += len(path)
         return slots
+
+    def keep(self, rows: list[int]) -> None:
+        """There is only one."""
 
     def _read(self, tokens: list[int], cache: Any, **kwargs: Any) -> tuple[Slots, Tensor]:
         self.passes += 1

@@ -137,7 +137,7 @@ def test_a_clone_trains_on_pulled_features_and_runs_no_stage_before(clone: Works
     assert clone.repro("--pull", "--allow-missing") == ["train", "export", "evaluate"]
     assert (clone.path / "data/features/code/manifest.json").exists()
     assert not (clone.path / "data/raw").exists()
-    assert not (clone.path / "data/tokens").exists()
+    assert not (clone.path / "data/responses").exists()
 
 
 def test_a_partly_pulled_features_folder_is_refused_by_name(clone: Workspace) -> None:

@@ -95,6 +95,9 @@ bench-data: .peers/specforge/complete  ## rows/s, tokens/s and memory of curate 
 bench-extract: venv  ## tokens/s of extract on this machine beside a plain loop (after make repro); GPUs: see the script
 	$(BIN)/python -m bench.extract
 
+bench-speculation: venv  ## speed-up over plain greedy decoding on this machine (after make repro); GPUs: see the script
+	$(BIN)/python -m bench.speculation
+
 bench-train: venv  ## anchors/s of training on this machine beside the first version (after make repro); GPUs: see the script
 	$(BIN)/python -m bench.train
 
@@ -109,4 +112,4 @@ lock:  ## resolve pyproject.toml anew into requirements.lock
 gc-scratch: ## delete unfinished and finished work kept for resuming (not the artefacts)
 	rm -rf "$(FOREDRAFT_SCRATCH)"
 
-.PHONY: help venv repro table test check format sources profile inspect experiments accept push pull peers bench-data bench-extract bench-train lock gc-scratch
+.PHONY: help venv repro table test check format sources profile inspect experiments accept push pull peers bench-data bench-extract bench-speculation bench-train lock gc-scratch

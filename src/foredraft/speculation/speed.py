@@ -16,7 +16,7 @@ import torch
 from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import Proposer
 from foredraft.speculation.session import open_session
-from foredraft.speculation.tree import chain
+from foredraft.speculation.tree import Tree, chain
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import greedy_answers
 
@@ -79,18 +79,24 @@ def synchronise(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def measure_cost(target: FrozenTarget, proposer: Proposer, prompt: list[int], sizes: Sequence[int]) -> Cost:
-    """Time steps of ``sizes`` tokens behind a prompt, and the drafting of a block; medians."""
+def measure_cost(
+    target: FrozenTarget,
+    proposer: Proposer,
+    prompt: list[int],
+    sizes: Sequence[int],
+    shaped: Callable[[list[int]], Tree] = chain,
+) -> Cost:
+    """Time steps of ``sizes`` tokens behind a prompt, ``shaped`` as they are read, and the drafting of a block; medians."""
     session, device = open_session(target), target.device
     _, slots = session.prefill([prompt])
     proposer.observe(slots)
     verify, root = {}, prompt[-1]
     drafts = [seconds_of(lambda: proposer.propose([[*prompt, root]]), device)[1] for _ in range(REPEATS)]
     for size in sizes:
-        tree, times = chain([root] * (size - 1)), []
+        tree, times = shaped(list(range(size - 1))), []
         for _ in range(REPEATS):
 
-            def step(tree: Any = tree) -> None:
+            def step(tree: Tree = tree) -> None:
                 session.verify([root], [tree])
                 session.commit([[0]])
 
@@ -109,7 +115,7 @@ def compare_clocks(
         of the time, and the speed-up.
     """
     plain = first = ours = drafting = 0.0
-    plain_tokens = tokens = 0
+    plain_tokens = tokens = steps = 0
     greedy_answers(target.model, prompts[:1], 2, eos)  # what is made on first use is not counted
     device = target.device
     for prompt in prompts:
@@ -119,8 +125,10 @@ def compare_clocks(
         proposer, session = Timed(make(), device), open_session(target)
         traces, seconds = seconds_of(partial(decode, session, proposer, [prompt], max_new_tokens, eos), device)
         ours, drafting, tokens = ours + seconds, drafting + proposer.seconds, tokens + len(traces[0].tokens)
+        steps += len(traces[0].steps)
     rates = {"plain_tokens_per_s": plain_tokens / plain, "tokens_per_s": tokens / ours}
     return rates | {
+        "tokens_per_step": (tokens - len(prompts)) / max(1, steps),
         "seconds_to_first_token": first / len(prompts),
         "drafter_share": drafting / ours,
         "speed_up": rates["tokens_per_s"] / rates["plain_tokens_per_s"],

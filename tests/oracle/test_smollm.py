@@ -165,11 +165,11 @@ def test_transformers_own_loop_loads_the_export_and_agrees(
 
     exported = smoke.path / "data/export/transformers"
     assistant: Any = AutoModel.from_pretrained(exported, dtype=torch.float32)
-    drafted: list[int] = []
-    assistant.register_forward_hook(lambda *_: drafted.append(1))
+    passes: list[int] = []
+    counting = smollm.model.register_forward_hook(lambda *_: passes.append(1))
     for prompt, reference in zip(prompts, references, strict=True):
         ids = torch.tensor([prompt])
-        drafted.clear()
+        passes.clear()
         said = smollm.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -179,7 +179,9 @@ def test_transformers_own_loop_loads_the_export_and_agrees(
             do_sample=False,
         )
         assert said[0, len(prompt) :].tolist() == reference
-        assert len(drafted) == steps_of(trained, smollm, prompt, reference)
+        theirs = len(passes)
+        assert theirs == 1 + steps_of(trained, smollm, prompt, reference), "the prompt's pass, and one a step"
+    counting.remove()
     ids = torch.tensor([prompts[0]])
     with torch.inference_mode():
         taps, final = smollm.read(ids)
@@ -188,5 +190,5 @@ def test_transformers_own_loop_loads_the_export_and_agrees(
         hidden = assistant(
             noise_embeds=smollm.embeddings(block), context_hidden_states=taps.flatten(2)
         ).last_hidden_state
-        theirs = smollm.head(hidden[0, 1:])
-    torch.testing.assert_close(theirs, our_first_block_logits(trained, smollm, prompts[0]), rtol=1e-4, atol=1e-3)
+        logits = smollm.head(hidden[0, 1:])
+    torch.testing.assert_close(logits, our_first_block_logits(trained, smollm, prompts[0]), rtol=1e-4, atol=1e-3)

@@ -67,7 +67,7 @@ inspect: venv  ## SOURCE=code [SAMPLES=3]: rows, reasons, lengths, and samples w
 	@$(BIN)/python -m foredraft.plan.inspect "$(SOURCE)" "$(SAMPLES)"
 
 experiments: venv  ## KEEP='train.lr|...': tokens per step of every experiment, beside the params named
-	@$(BIN)/dvc exp show --no-pager --drop '.*' --keep 'Experiment|pooled.tokens_per_step|val.tokens_per_step|$(KEEP)'
+	@COLUMNS=$${COLUMNS:-160} $(BIN)/dvc exp show --no-pager --drop '.*' --keep 'Experiment|pooled.tokens_per_step|val.tokens_per_step|$(KEEP)'
 
 accept: venv  ## STAGE=extract: record that an edit does not change a stage's outputs (see CONTRIBUTING)
 	@test -n "$(STAGE)" || { echo "Error: say which stage, as in: make accept STAGE=extract"; exit 1; }

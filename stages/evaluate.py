@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from foredraft.command import folder_option, stage_command
-from foredraft.params import load_section, read_params
+from foredraft.params import load_section, source_names
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.config import EvaluateConfig
 from foredraft.speculation.evaluate import evaluate
@@ -22,7 +22,7 @@ def main(params: Path, exported: Path, target: Path, benchmarks: Path, tokens: P
     config = load_section(params, "evaluate", EvaluateConfig)
     model = load_section(params, "target", TargetConfig)
     fetch = load_section(params, "fetch", FetchConfig)
-    folders = {source: tokens / source for source in sorted(read_params(params)["sources"])}
+    folders = {source: tokens / source for source in source_names(params)}
     evaluate(config, model, fetch, exported, target, benchmarks, folders, metrics, plot)
 
 

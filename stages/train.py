@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from foredraft.command import folder_option, stage_command
-from foredraft.params import load_section, read_params
+from foredraft.params import load_section, source_names
 from foredraft.training.config import TrainConfig
 from foredraft.training.stage import train
 
@@ -19,7 +19,7 @@ from foredraft.training.stage import train
 @click.option("--join", is_flag=True, help="Help the machine that does this, on a scratch folder that both see.")
 def main(params: Path, features: Path, target: Path, out: Path, metrics: Path, live: Path, join: bool) -> None:
     """Train a drafter on the features of every source of the params."""
-    folders = {source: features / source for source in sorted(read_params(params)["sources"])}
+    folders = {source: features / source for source in source_names(params)}
     train(load_section(params, "train", TrainConfig), folders, target, out, metrics, live, join)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from safetensors import SafetensorError
 
 from foredraft.artifacts import ArtifactError, require_replaceable
 from foredraft.params import SOURCE_NAME
@@ -16,15 +17,32 @@ WRITTEN = ("out", "metrics", "curve", "plot")
 EXISTING = click.Path(path_type=Path)
 
 
-class _StageCommand(click.Command):
-    def invoke(self, ctx: click.Context) -> Any:
-        name = "-".join([str(self.name), *filter(None, [ctx.params.get("source")])])
+class OneLineCommand(click.Command):
+    """A command whose user's faults are one line and exit code 1; anything else is our own bug and keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: D102
         try:
-            _check_before(ctx.params)
-            with recorded(name):
-                return super().invoke(ctx)
-        except (ValueError, ArtifactError, OSError) as error:
-            raise click.ClickException(f"{name}: {error}") from error
+            return self.work(ctx)
+        except (ValueError, ArtifactError, OSError, SafetensorError) as error:
+            raise click.ClickException(f"{self.title(ctx)}: {error}") from error
+
+    def work(self, ctx: click.Context) -> Any:
+        """What the command does."""
+        return super().invoke(ctx)
+
+    def title(self, ctx: click.Context) -> str:
+        """What the line begins with."""
+        return str(ctx.info_name)
+
+
+class _StageCommand(OneLineCommand):
+    def work(self, ctx: click.Context) -> Any:
+        _check_before(ctx.params)
+        with recorded(self.title(ctx)):
+            return super().work(ctx)
+
+    def title(self, ctx: click.Context) -> str:
+        return "-".join([str(self.name), *filter(None, [ctx.params.get("source")])])
 
 
 def _check_before(options: dict[str, Any]) -> None:
@@ -45,8 +63,8 @@ def _check_before(options: dict[str, Any]) -> None:
 def stage_command(name: str) -> Callable[[Callable[..., None]], click.Command]:
     """Make a function the command of stage ``name``; it receives ``params``, the path of ``params.yaml``.
 
-    ``ValueError``, ``ArtifactError`` and what the system refuses (``OSError``) end the command with their message and exit
-    code 1; anything else is our own bug and keeps its traceback.
+    ``ValueError``, ``ArtifactError`` and what the system refuses (``OSError``, or safetensors in its place) end the command
+    with their message and exit code 1; anything else is our own bug and keeps its traceback.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:

@@ -60,6 +60,9 @@ def launch(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     endpoint = rendezvous() if nodes > 1 else "localhost:0"
+    if nodes == 1:
+        # Processes that are started again would meet the addresses of the dead ones in a store that they share.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if nodes > 1:
         print(f"{name}: waiting at {endpoint} until {nodes} machines do this same work")
     known = LaunchConfig.__dataclass_fields__

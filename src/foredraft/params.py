@@ -65,6 +65,18 @@ def load_section(path: Path, section: str, model: type[ConfigT]) -> ConfigT:
     return parse_section(path, section, content, model)
 
 
+def source_names(path: Path) -> list[str]:
+    """Names of the sources in the params file at ``path``, sorted.
+
+    Raises:
+        ValueError: there are none.
+    """
+    sources = read_params(path).get("sources")
+    if not isinstance(sources, dict) or not sources:
+        raise ValueError(f"{path}: sources: expected a mapping of at least one source")
+    return sorted(sources)
+
+
 def _describe(path: Path, section: str, error: ValidationError | TypeError) -> str:
     if isinstance(error, TypeError):
         return f"{path}: {section}: {error}"
@@ -76,5 +88,6 @@ def _describe(path: Path, section: str, error: ValidationError | TypeError) -> s
         elif fault["type"] == "missing":
             lines.append(f"{path}: missing key {key}")
         else:
-            lines.append(f"{path}: {key}: {fault['msg']} (got {fault['input']!r})")
+            got = "" if isinstance(fault["input"], dict) else f" (got {fault['input']!r})"
+            lines.append(f"{path}: {key}: {fault['msg'].removeprefix('Value error, ')}{got}")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,31 @@ def test_a_sharded_run_goes_on_with_its_weights_and_not_with_their_average(job_f
     launch(decline, two, "train", two.scratch, 2)
     losses = [[r["loss"] for r in load_checkpoint(each.scratch, {})[0].curve] for each in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def die_once(victim: int, work: Job) -> None:
+    """One of the processes is killed in its third step, and none when they are started again."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and place()[0] == victim:
+        step = Trainer.step
+
+        def killed(self: Trainer, progressed: Progressed, *rest: Any) -> dict[str, Any]:
+            if progressed.step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(self, progressed, *rest)
+
+        Trainer.step = killed  # type: ignore[method-assign]
+    train_launched_share(work)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_died_is_started_again_with_the_other(job_folder: Path, tmp_path: Path, victim: int) -> None:
+    expected, state = trained(job(job_folder, tmp_path / "whole"), 2)
+    cut = job(job_folder, tmp_path / "cut")
+    launch(partial(die_once, victim), cut, "train", cut.scratch, 2, restarts=1)
+    found, again = load_checkpoint(cut.scratch, {})
+    assert found.step == expected.step and found.best == expected.best
+    for name, tensor in state["drafter"].items():
+        assert torch.equal(again["drafter"][name], tensor), name
 
 
 def test_what_is_refused_is_told_once(job_folder: Path, tmp_path: Path) -> None:

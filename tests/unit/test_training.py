@@ -2,6 +2,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,52 @@ def test_a_half_written_checkpoint_is_passed_over(world: Any, tmp_path: Path) ->
     (tmp_path / "cut" / "checkpoint-00000099.tmp").mkdir()
     (tmp_path / "cut" / "checkpoint-00000099.tmp" / "drafter.safetensors").write_bytes(b"half")
     assert curve_of(Trainer(config(), tiny_shape(), interface, folders), tmp_path / "cut") == expected
+
+
+@pytest.mark.parametrize("damage", ["cut state", "no state", "cut weights", "changed weights", "no optimizer"])
+def test_a_damaged_checkpoint_is_said_and_never_gone_on_from(
+    world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """The older one is taken if there is one; else the run says what to delete."""
+    _, interface, folders = world
+    arguments = (config(validate_every=100), tiny_shape(), interface, folders)
+    expected = curve_of(Trainer(*arguments), tmp_path / "whole")
+    cut = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):
+        curve_of(Stopping(*arguments, at=4), cut)
+    shutil.copytree(cut / "checkpoint-00000003", tmp_path / "older")
+    with pytest.raises(KeyboardInterrupt):
+        curve_of(Stopping(*arguments, at=7), cut)
+    (newest,) = checkpoints(cut)
+    what, name = damage.split()
+    path = newest / {"state": "state.json", "weights": "drafter.safetensors"}.get(name, f"{name}.safetensors")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] if what == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    if what == "no":
+        path.unlink()
+    with pytest.raises(ValueError, match=f"{newest} is damaged, and there is no other: delete {cut}"):
+        Trainer(*arguments).run(Scratch(cut))
+    shutil.copytree(tmp_path / "older", cut / "checkpoint-00000003")
+    assert curve_of(Trainer(*arguments), cut) == expected
+    assert f"{newest} is damaged, and not gone on from" in capsys.readouterr().err
+
+
+def test_damaged_best_weights_are_found_before_the_run_goes_on(world: Any, tmp_path: Path) -> None:
+    _, interface, folders = world
+    arguments = (config(), tiny_shape(), interface, folders)
+    with pytest.raises(KeyboardInterrupt):
+        curve_of(Stopping(*arguments, at=7), tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"half")
+    with pytest.raises(ValueError, match=rf"{WEIGHTS} is damaged: delete {tmp_path}"):
+        Trainer(*arguments).run(Scratch(tmp_path))
+
+
+def test_weights_that_are_beyond_repair_are_never_the_best(world: Any, tmp_path: Path) -> None:
+    _, interface, folders = world
+    trainer = Trainer(config(lr=1e30, max_skipped_steps=1000, warmup=0.0), tiny_shape(), interface, folders)
+    with pytest.raises(ValueError, match=r"step 5: the loss on held-out documents is nan.*train.lr = 1e\+30 too high"):
+        trainer.run(Scratch(tmp_path))
+    assert not (tmp_path / WEIGHTS).exists()
 
 
 @pytest.mark.parametrize("weights", ["decay", "dpace"])

@@ -49,7 +49,7 @@ class RespondConfig(Config):
     temperature: float = Field(ge=0)
     """0: greedy."""
     top_p: float = Field(gt=0, le=1)
-    seed: int
+    seed: int = Field(ge=0, le=1_000_000)
     max_skip_ratio: float = Field(gt=0, le=1)
     """Fail when the template refuses, or no token ids can be proven for, more than this share of the turns."""
     truncated: Rule

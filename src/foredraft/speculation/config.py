@@ -39,5 +39,5 @@ class EvaluateConfig(Config):
     """Prompts of each benchmark that are decoded one by one, against the clock; 0: no clock."""
     largest_gap: float = Field(gt=0, le=1)
     """Fail where accepted drafts per step fall short of those on training's held-out documents by more than this share."""
-    seed: int
+    seed: int = Field(ge=0, le=1_000_000)
     """Of the random drafter and of what is drawn."""

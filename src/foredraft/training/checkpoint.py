@@ -3,12 +3,15 @@
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from foredraft.artifacts import file_digest
 
 NAME = "checkpoint"
 STATE = "state.json"
@@ -40,34 +43,53 @@ def save_checkpoint(folder: Path, state: State, progressed: Progressed, identity
     building.mkdir()
     for name, tensors in state.items():
         save_file(tensors, building / f"{name}.safetensors")
-    state_of_run = {"identity": identity, "progressed": asdict(progressed)}
+    digests = {path.name: file_digest(path) for path in building.iterdir()}
+    state_of_run = {"identity": identity, "progressed": asdict(progressed), "files": digests}
     (building / STATE).write_text(json.dumps(state_of_run), encoding="utf-8")
     for path in building.iterdir():
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
-    building.rename(building.with_suffix(""))
-    for old in checkpoints(folder)[:-1]:
-        shutil.rmtree(old)
+    built = building.with_suffix("")
+    if built.exists():
+        shutil.rmtree(built)  # a damaged one, that was not gone on from
+    building.rename(built)
+    for other in checkpoints(folder):
+        if other != built:
+            shutil.rmtree(other)
 
 
 def load_checkpoint(folder: Path, identity: dict[str, Any]) -> tuple[Progressed, State]:
-    """The newest complete checkpoint; without one, the start and nothing.
+    """The newest checkpoint that is as it was written; where there is no checkpoint, the start and nothing.
 
     Raises:
-        ValueError: it is of another run; names what differs, with both values.
+        ValueError: all are damaged; or it is of another run: names what differs, with both values.
     """
     found = checkpoints(folder)
-    if not found:
-        return Progressed(), {}
-    told = json.loads((found[-1] / STATE).read_text(encoding="utf-8"))
-    for key, mine in identity.items():
-        if (theirs := told["identity"].get(key)) != mine:
-            raise ValueError(
-                f"{found[-1]} was made with {key} = {theirs!r}, this run has {mine!r}: it cannot go on from there"
-            )
-    return Progressed(**told["progressed"]), {
-        path.stem: load_file(path) for path in sorted(found[-1].glob("*.safetensors"))
-    }
+    for checkpoint in reversed(found):
+        told = read_state(checkpoint)
+        if told is None:
+            print(f"train: {checkpoint} is damaged, and not gone on from", file=sys.stderr)
+            continue
+        for key, mine in identity.items():
+            if (theirs := told["identity"].get(key)) != mine:
+                raise ValueError(
+                    f"{checkpoint} was made with {key} = {theirs!r}, this run has {mine!r}: it cannot go on from there"
+                )
+        tensors = {Path(name).stem: load_file(checkpoint / name) for name in told["files"]}
+        return Progressed(**told["progressed"]), tensors
+    if found:
+        raise ValueError(f"{found[-1]} is damaged, and there is no other: delete {folder} to train from the start")
+    return Progressed(), {}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any] | None:
+    """The state in a checkpoint; None if a file of it is missing or is not what was written."""
+    try:
+        told: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        whole = all(file_digest(checkpoint / name) == digest for name, digest in told["files"].items())
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+    return told if whole else None
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -37,10 +37,10 @@ class TrainConfig(Config):
     """Largest norm of the gradient."""
     average: float = Field(ge=0, lt=1)
     """Decay by step of an exponential moving average of the weights, which is then validated and published; 0: none."""
-    epochs: int = Field(gt=0)
+    epochs: int = Field(gt=0, le=1000)
     tokens_per_row: int = Field(gt=0)
     """Tokens of a row, which documents are packed into: one forward pass."""
-    anchors_per_row: int = Field(gt=0)
+    anchors_per_row: int = Field(gt=0, le=65_536)
     """Blocks of a row, shared among its documents in proportion to their supervised tokens."""
     tokens_per_step: int = Field(gt=0)
     """Tokens of an optimiser step, whatever the number of GPUs: whole rows."""
@@ -50,10 +50,10 @@ class TrainConfig(Config):
     """Of the trained weights and of the optimiser's state. bfloat16 halves their memory; small updates are lost in it."""
     parallel: Literal["ddp", "fsdp"]
     """Over several GPUs: each holds all weights, or a share of the weights, gradients and optimiser's state."""
-    seed: int
+    seed: int = Field(ge=0, le=1_000_000)
     validate_every: int = Field(gt=0)
     """Steps between validations. The weights with the most tokens per step on them are published."""
-    validation_anchors: int = Field(gt=0)
+    validation_anchors: int = Field(gt=0, le=4_194_304)
     checkpoint_every: int = Field(gt=0)
     """Steps between checkpoints; a killed run goes on from the last complete one."""
     tracker: Literal["tensorboard", "wandb"] | None

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foredraft.command import OneLineCommand
 from foredraft.drafter.blocks import Blocks
 from foredraft.drafter.config import DrafterShape
 from foredraft.drafter.model import Drafter
@@ -49,7 +50,7 @@ def read_row(path: Path, plain: dict[str, Any]) -> Row:
     return Row(**plain, **tensors, blocks=blocks)
 
 
-@click.command()
+@click.command(cls=OneLineCommand)
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--target", type=click.Path(path_type=Path), default=Path("data/target"), show_default=True)
 def main(folder: Path, target: Path) -> None:

@@ -1,5 +1,6 @@
 """The ``train`` stage: features -> a drafter, by one process or by several that PyTorch's launcher starts."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ def train(
         ArtifactError: an input is missing, damaged, or of another contract.
         ValueError: no documents, an unusable mask token, too many non-finite steps.
     """
+    if config.float8 != "none" and default_device() == "cpu":
+        raise ValueError(f"train.float8 = {config.float8} needs a GPU; here it is none")
     manifests = open_all_features(features)
     interface = read_interface(target)
     origins = {source: manifest.contract["response_origin"] for source, manifest in manifests.items()}
@@ -154,10 +157,9 @@ def started_from(config: TrainConfig) -> str | None:
 
 def summary(progressed: Progressed, documents: int, parameters: int) -> dict[str, Any]:
     """What ``dvc metrics show`` shows of a run."""
-    last = progressed.curve[-1]
     seconds, waited = (sum(record[key] for record in progressed.curve) for key in ("seconds", "waited"))
     return {
-        "loss": last["loss"],
+        "loss": next((record["loss"] for record in reversed(progressed.curve) if math.isfinite(record["loss"])), None),
         "steps": progressed.step,
         "skipped_steps": progressed.skipped,
         "documents": documents,

@@ -1,5 +1,6 @@
 """A training run, exactly resumable: its plan, its steps, its validations, and what it keeps."""
 
+import math
 import signal
 import sys
 import time
@@ -78,12 +79,14 @@ class Trainer:
         """Train to the end, from the last complete checkpoint in ``scratch``.
 
         Raises:
-            ValueError: told to stop (SIGTERM), after what is done was kept; or see :meth:`step`.
+            ValueError: told to stop (SIGTERM, Ctrl-C), after what is done was kept; or see :meth:`step`.
         """
         config, ranks = self.config, self.ranks
         progressed, state = load_checkpoint(scratch.path, self.identity)
         if state:
             self.learner.restore(state)
+        if progressed.best and not scratch.has(WEIGHTS):
+            raise ValueError(f"{scratch.path / WEIGHTS} is damaged: delete {scratch.path} to train from the start")
         shares = [ranks.share(step) for step in self.plan[progressed.step :]]
         made = (partial(self.make_row, planned, counts) for share in shares for planned, counts in share)
         rows = ahead(made, ranks.device)
@@ -163,6 +166,11 @@ class Trainer:
     def _validate_and_keep_best(self, progressed: Progressed, scratch: Scratch) -> dict[str, Any]:
         with self.learner.averaged():
             found = self.validate()
+            if not math.isfinite(found["loss"]):
+                raise ValueError(
+                    f"step {progressed.step}: the loss on held-out documents is {found['loss']}: "
+                    f"the weights are beyond repair; is train.lr = {self.config.lr} too high?"
+                )
             # Of equal ones the later: it has learned more that the validation is too small to show.
             if not progressed.best or found["tokens_per_step"] >= progressed.best["tokens_per_step"]:
                 weights = self.learner.weights()
@@ -210,16 +218,30 @@ class Trainer:
 
 @contextmanager
 def told_to_stop() -> Iterator[Event]:
-    """An event that SIGTERM sets: what is under way can be kept first. In another thread than the first it is never set."""
+    """An event that SIGTERM or Ctrl-C sets: what is under way can be kept first. A second one ends the process.
+
+    In another thread than the first it is never set.
+    """
     event = Event()
     if current_thread() is not main_thread():
         yield event
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def stop(*_: object) -> None:
+        event.set()
+        restore()
+
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGTERM, before)
+        restore()
 
 
 def plan_steps(data: FeatureData, config: TrainConfig) -> list[list[tuple[int, list[int]]]]:

@@ -37,7 +37,7 @@ class TrainConfig(Config):
     """Largest norm of the gradient."""
     average: float = Field(ge=0, lt=1)
     """Decay by step of an exponential moving average of the weights, which is then validated and published; 0: none."""
-    epochs: int = Field(gt=0, le=1000)
+    epochs: int = Field(gt=0, le=10_000)
     tokens_per_row: int = Field(gt=0)
     """Tokens of a row, which documents are packed into: one forward pass."""
     anchors_per_row: int = Field(gt=0, le=65_536)

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from foredraft.export.speculators import speculators_config
+from foredraft.export.transformers import write_transformers
 from safetensors.torch import load_file, save_file
 
 from foredraft.artifacts import ArtifactError
-from foredraft.export.speculators import speculators_config
-from foredraft.export.transformers import write_transformers
 from foredraft.layouts.zlab import CONFIG, WEIGHTS, read_zlab, shape_from_config, write_zlab, zlab_config
 from tests.conftest import TAPS, tiny_drafter, tiny_shape
 

@@ -1,6 +1,6 @@
 """The shape of a drafter, in the words of its published configs, and what it is trained to say."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -83,3 +83,16 @@ class LossConfig(Config):
         if self.ce + self.kl + self.tv == 0:
             raise ValueError("ce, kl and tv are all 0: there is nothing to learn")
         return self
+
+
+def require_free_mask(mask_token_id: int, facts: dict[str, Any]) -> None:
+    """Refuse a mask token that means something to the target of these ``facts``.
+
+    Raises:
+        ValueError: it is past the embedding, or an end or padding token.
+    """
+    key = f"train.drafter.mask_token_id = {mask_token_id}"
+    if mask_token_id >= facts["vocab_rows"]:
+        raise ValueError(f"{key}: the target has {facts['vocab_rows']} embedding rows")
+    if mask_token_id in (*facts["eos_token_ids"], facts["pad_token_id"]):
+        raise ValueError(f"{key}: that is the target's end-of-turn or padding token")

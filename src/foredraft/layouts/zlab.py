@@ -6,6 +6,7 @@ Nothing is inherited from the target's own rotary settings: the drafter rotates 
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from foredraft.drafter.model import Drafter
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+METADATA = {"format": "pt"}
+"""Of the weights, at least: some readers crash on none. Only strings are allowed there."""
 RERUN = "rerun: dvc repro export"
 
 
@@ -68,10 +71,10 @@ def qwen3_fields(shape: DrafterShape) -> dict[str, Any]:
 
 
 def write_zlab(folder: Path, shape: DrafterShape, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write the layout; ``weights`` are the drafter's own, under its own names, which are z-lab's."""
+    """Write the layout; ``weights`` are the drafter's own, under its own names, which are z-lab's, and keep their type."""
     folder.mkdir(parents=True)
-    write_config(folder, zlab_config(shape))
-    save_file(as_stored(weights), folder / WEIGHTS, metadata=metadata)
+    write_config(folder, zlab_config(shape) | dtype_of(weights))
+    save_weights(weights, folder, metadata)
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
@@ -79,71 +82,155 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def save_weights(weights: dict[str, Tensor], folder: Path, metadata: dict[str, str]) -> None:
+    """Write the tensors; views and tied ones cannot be saved, and are copied."""
+    apart = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+    save_file(apart, folder / WEIGHTS, metadata=metadata)
+
+
+def dtype_of(weights: dict[str, Tensor]) -> dict[str, str]:
+    """What a config says of the type of ``weights``."""
+    return {"dtype": str(weights["fc.weight"].dtype).removeprefix("torch.")}
+
+
 def as_stored(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """bf16 and contiguous: fp16 overflows in ``fc``, and views cannot be saved."""
-    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
+    """In bfloat16, as drafters are served: in float16 ``fc`` overflows."""
+    return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
 
 
 def read_zlab(folder: Path, dtype: torch.dtype) -> Drafter:
     """Load a drafter from z-lab's layout, ours or a published one.
 
     Raises:
-        ArtifactError: a key is missing, two forms of a key differ, or the tensors are not those of the config.
+        ArtifactError: a key is missing, two forms of a key differ, the config describes another kind of drafter, or the
+            tensors are not those of the config.
     """
     drafter = Drafter(read_shape(folder)).to(dtype)
-    weights = load_file(folder / WEIGHTS)
-    expected, found = drafter.state_dict().keys(), weights.keys()
-    if expected != found:
-        raise ArtifactError(
-            folder / WEIGHTS,
-            f"missing tensors {sorted(expected - found)}, unknown tensors {sorted(found - expected)}",
-            RERUN,
-        )
-    drafter.load_state_dict(weights)
+    drafter.load_state_dict(read_weights(folder, drafter.state_dict().keys()))
     return drafter.eval().requires_grad_(False)
 
 
 def read_shape(folder: Path) -> DrafterShape:
     """The shape of the drafter in a folder."""
-    return shape_from_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")), folder / CONFIG)
+    return shape_from_config(read_config(folder), folder / CONFIG)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of ``config.json``.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    try:
+        found: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactError(folder / CONFIG, "does not exist", "a drafter's folder holds config.json") from None
+    return found
+
+
+def read_weights(folder: Path, names: Iterable[str], also: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """The tensors of these ``names``, in the type in which they lie there.
+
+    Args:
+        also: names that may be there, and are left out.
+
+    Raises:
+        ArtifactError: one is missing, there is another one, or they are in float16.
+    """
+    path = folder / WEIGHTS
+    weights = {name: tensor for name, tensor in load_file(path).items() if name not in also}
+    if weights.keys() != set(names):
+        missing, unknown = sorted(set(names) - weights.keys()), sorted(weights.keys() - set(names))
+        raise ArtifactError(path, f"missing tensors {missing}, unknown tensors {unknown}", RERUN)
+    if any(tensor.dtype == torch.float16 for tensor in weights.values()):
+        raise ArtifactError(path, "is in float16, in which fc overflows", "convert it from bfloat16 or float32")
+    return weights
 
 
 def shape_from_config(config: dict[str, Any], path: Path) -> DrafterShape:
     """The shape that a ``config.json`` describes."""
     dflash = config.get("dflash_config") or {}
+    if odd := sorted(key for key in dflash if key.startswith(("conv_", "selector_"))):
+        raise ArtifactError(path, f"describes a drafter of another kind ({', '.join(odd)})", "none is known here")
+    return shape_from_qwen3(
+        config,
+        path,
+        block_size=one_value("block_size", path, config.get("block_size"), dflash.get("block_size")),
+        mask_token_id=one_value("mask_token_id", path, config.get("mask_token_id"), dflash.get("mask_token_id")),
+        target_layer_ids=tuple(
+            one_value("target_layer_ids", path, config.get("target_layer_ids"), dflash.get("target_layer_ids"))
+        ),
+        num_target_layers=one_value("num_target_layers", path, config.get("num_target_layers")),
+    )
 
-    def read(key: str, *places: Any) -> Any:
-        values = [value for value in places if value is not None]
-        if not values:
-            raise ArtifactError(path, f"has no {key}", RERUN)
-        if any(value != values[0] for value in values):
-            raise ArtifactError(path, f"holds two values of {key}: {values}", RERUN)
-        return values[0]
 
-    layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+def shape_from_qwen3(
+    config: dict[str, Any],
+    path: Path,
+    block_size: int,
+    mask_token_id: int,
+    target_layer_ids: tuple[int, ...],
+    num_target_layers: int,
+) -> DrafterShape:
+    """The shape of the transformer that Qwen3's fields describe.
+
+    Raises:
+        ArtifactError: a field is missing, two forms of it differ, or it asks for what no drafter here does.
+    """
+
+    def read(key: str) -> Any:
+        return one_value(key, path, config.get(key))
+
+    rope = config.get("rope_parameters") or {}
+    layers = read("num_hidden_layers")
+    layer_types = config.get("layer_types") or ["full_attention"] * layers
+    known = {
+        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (config.get("attention_bias") or False, False),
+        "rope_scaling": (config.get("rope_scaling"), None),
+        "rope_type": (rope.get("rope_type", "default"), "default"),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0, 1.0),
+        "layer_types": (sorted(set(layer_types) - {"full_attention", "sliding_attention"}), []),
+    }
+    for key, (found, wanted) in known.items():
+        if found != wanted:
+            raise ArtifactError(path, f"{key} is {found!r}, and a drafter here has {wanted!r}", "it cannot be read")
     full = tuple(i for i, kind in enumerate(layer_types) if kind == "full_attention")
     sliding = len(full) < len(layer_types)
     choice = DrafterConfig(
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        ffn_size=config["intermediate_size"],
-        block_size=read("block_size", config.get("block_size"), dflash.get("block_size")),
-        mask_token_id=read("mask_token_id", config.get("mask_token_id"), dflash.get("mask_token_id")),
-        sliding_window=config["sliding_window"] if sliding else None,
+        num_layers=layers,
+        num_heads=read("num_attention_heads"),
+        num_kv_heads=read("num_key_value_heads"),
+        head_dim=read("head_dim"),
+        ffn_size=read("intermediate_size"),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        sliding_window=read("sliding_window") if sliding else None,
         full_attention_layers=full if sliding else None,
     )
-    rope = config.get("rope_parameters") or {}
+    if mask_token_id >= read("vocab_size"):
+        raise ArtifactError(path, f"mask_token_id {mask_token_id} is past the {read('vocab_size')} embeddings", RERUN)
     return DrafterShape(
         choice=choice,
-        hidden_size=config["hidden_size"],
-        vocab_rows=config["vocab_size"],
-        target_layer_ids=tuple(
-            read("target_layer_ids", config.get("target_layer_ids"), dflash.get("target_layer_ids"))
-        ),
-        num_target_layers=config["num_target_layers"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=read("rope_theta", config.get("rope_theta"), rope.get("rope_theta")),
-        max_position_embeddings=config["max_position_embeddings"],
+        hidden_size=read("hidden_size"),
+        vocab_rows=read("vocab_size"),
+        target_layer_ids=target_layer_ids,
+        num_target_layers=num_target_layers,
+        rms_norm_eps=read("rms_norm_eps"),
+        rope_theta=one_value("rope_theta", path, config.get("rope_theta"), rope.get("rope_theta")),
+        max_position_embeddings=read("max_position_embeddings"),
     )
+
+
+def one_value(key: str, path: Path, *places: Any) -> Any:
+    """The value that stands in one of these places, or in several alike.
+
+    Raises:
+        ArtifactError: there is none, or there are two.
+    """
+    values = [value for value in places if value is not None]
+    if not values:
+        raise ArtifactError(path, f"has no {key}", RERUN)
+    if any(value != values[0] for value in values):
+        raise ArtifactError(path, f"holds two values of {key}: {values}", RERUN)
+    return values[0]

@@ -19,6 +19,8 @@ class SamplingConfig(Config):
 class EvaluateConfig(Config):
     """How acceptance is measured."""
 
+    layout: Literal["zlab", "speculators"]
+    """Which of the exported folders is decoded with."""
     prompts: int = Field(gt=0)
     """Held-out prompts of each benchmark, taken in the order of their hashes."""
     max_new_tokens: int = Field(ge=2)

@@ -13,7 +13,7 @@ from foredraft.artifacts import open_artifact, require_same_contract, write_atom
 from foredraft.benchmarks.build import read_benchmarks
 from foredraft.chat.render import Renderer, UnrenderablePrompt
 from foredraft.conversations.schema import Conversation
-from foredraft.layouts.zlab import read_shape
+from foredraft.layouts.read import read_drafter_shape
 from foredraft.provenance import commit
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace, report
@@ -51,7 +51,7 @@ def evaluate(
     manifest = open_artifact(exported, "export", "dvc repro export")
     interface_manifest = open_interface(interface, target)
     require_same_contract(interface_manifest.contract, manifest.contract, exported, "dvc repro train export")
-    shape = read_shape(exported / "zlab")
+    shape = read_drafter_shape(exported / config.layout)
     written = shape.choice.model_dump(include={"block_size", "mask_token_id"})
     written["target_layer_ids"] = list(shape.target_layer_ids)
     require_same_contract(written, manifest.contract, exported, "dvc repro export")
@@ -59,7 +59,9 @@ def evaluate(
     prompts = take_prompts(rows, Renderer(read_tokenizer(interface), target.thinking), config)
     seen = overlap(prompts, training_documents(tokens))
 
-    job = Job(config, target, fetch, exported / "zlab", prompts, interface_manifest.facts["eos_token_ids"], Path())
+    job = Job(
+        config, target, fetch, exported / config.layout, prompts, interface_manifest.facts["eos_token_ids"], Path()
+    )
     share = decode_all(job)
     reports = {}
     for name, run in share.runs.items():

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.drafter.attention import Attention, KeysValues, MaskedAttention, decoding_mask
+from foredraft.drafter.attention import KeysValues
+from foredraft.drafter.drafting import fill_blocks
 from foredraft.drafter.model import Drafter
 from foredraft.speculation.session import Slots
 from foredraft.speculation.tree import Tree, best_first, chain
@@ -83,12 +84,8 @@ class DFlashProposer:
         anchors = torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)  # (B)
         block = torch.full((len(sequences), size), choice.mask_token_id, device=device)  # (B, S)
         block[:, 0] = torch.tensor([sequence[-1] for sequence in sequences], device=device)
-        attention: dict[str, Attention] = {}
-        for kind in set(choice.layer_types):
-            window = None if kind == "full_attention" else choice.sliding_window
-            attention[kind] = MaskedAttention(decoding_mask(anchors, size, self._positions, self._valid, window))
-        positions = anchors[:, None] + torch.arange(size, device=device)
-        hidden = self._drafter.fill(self._target.embeddings(block), positions, self._context, attention)
+        embedded = self._target.embeddings(block)
+        hidden = fill_blocks(self._drafter, embedded, anchors, self._context, self._positions, self._valid)
         drafts = hidden[:, 1:].flatten(0, 1)  # of a part of a batch the product would copy the whole head first
         found: Tensor = self._target.head(drafts).unflatten(0, (len(sequences), -1))
         return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.drafter.model import Drafter, initialise_random
 from foredraft.launch import launch, place, process_count
-from foredraft.layouts.zlab import read_zlab
+from foredraft.layouts.read import read_drafter
 from foredraft.progress import Progress
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace
@@ -252,7 +252,7 @@ def decode_share(job: Job, rank: int = 0, world: int = 1, device: str | None = N
     """Decode the ``rank``-th of ``world`` shares; the first process also takes the time."""
     config = job.config
     target = job.target.model_copy(update={"dtype": config.dtype})
-    drafter = read_zlab(job.drafter, getattr(torch, config.dtype))
+    drafter = read_drafter(job.drafter, getattr(torch, config.dtype))
     frozen = load_target(checkpoint_folder(target, job.fetch), target, drafter.shape.target_layer_ids, device)
     ground = Ground(config, frozen, drafter.to(frozen.device), job.prompts, job.eos, rank, world)
     runs = ground.runs()

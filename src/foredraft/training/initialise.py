@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from foredraft.drafter.model import Drafter, initialise_random
-from foredraft.layouts.zlab import read_zlab
+from foredraft.layouts.read import read_drafter
 from foredraft.target.interface import Interface
 
 
 @torch.no_grad()
 def initialise(drafter: Drafter, start: str, interface: Interface, generator: torch.Generator) -> None:
-    """Fill ``drafter`` at random, from the target, or from a folder in z-lab's layout.
+    """Fill ``drafter`` at random, from the target, or from a drafter's folder, in z-lab's layout or speculators'.
 
     From the target: layer i is the target's layer of the same rank from the end, where names and shapes agree; ``fc``
     copies the last tap; ``norm`` is the target's final norm, ``hidden_norm`` the input norm of the last layer, since both
@@ -49,7 +49,7 @@ def initialise(drafter: Drafter, start: str, interface: Interface, generator: to
 
 
 def _warm_start(drafter: Drafter, folder: Path) -> None:
-    other = read_zlab(folder, torch.float32)
+    other = read_drafter(folder, torch.float32, drafter.shape.num_target_layers)
     mine, theirs = (d.shape.model_dump() | d.shape.choice.model_dump() for d in (drafter, other))
     for key in sorted(mine.keys() - {"choice"}):
         if mine[key] != theirs[key]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from foredraft.artifacts import ArtifactError, Manifest, file_digest, require_same_contract, write_json
 from foredraft.devices import default_device
@@ -22,6 +23,8 @@ from foredraft.training.ranks import Ranks
 from foredraft.training.trainer import WEIGHTS, Trainer
 
 SHAPE = "shape.json"
+SAMPLE = "sample.safetensors"
+SAMPLE_TOKENS = 64
 RESTARTS = 3
 """How often the processes of a machine are started again, from the last checkpoint, when one died."""
 
@@ -88,6 +91,7 @@ def train(
             return
         progressed, state = load_checkpoint(scratch.path, identity)
         scratch.write(SHAPE, lambda path: path.write_text(shape.model_dump_json(indent=1) + "\n", encoding="utf-8"))
+        scratch.write(SAMPLE, lambda path: save_file(sample_of(features), path))
         choice = config.drafter
         counts = {split: len(FeatureData(features, split)) for split in ("train", "validation")}
         manifest = Manifest(
@@ -96,9 +100,17 @@ def train(
             counts={"documents": counts["train"], "validation_documents": counts["validation"]},
             facts={"best": progressed.best},
         )
-        scratch.publish(out, manifest, [WEIGHTS, SHAPE])
+        scratch.publish(out, manifest, [WEIGHTS, SHAPE, SAMPLE])
     parameters = sum(tensor.numel() for tensor in state["drafter"].values())
     write_json(metrics, summary(progressed, counts["train"], parameters))
+
+
+def sample_of(features: dict[str, Path]) -> dict[str, torch.Tensor]:
+    """The beginning of a held-out document, which ``export`` lets the written files draft behind."""
+    document = FeatureData(features, "validation").document(0)
+    part = slice(min(SAMPLE_TOKENS, len(document.input_ids)))
+    states = document.target_hidden[part].clone()
+    return {"input_ids": document.input_ids[part].clone(), "target_hidden": states}
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ def started_from(config: TrainConfig) -> str | None:
         return None
     weights = Path(config.start) / ZLAB_WEIGHTS
     if not weights.is_file():
-        raise ArtifactError(weights, "does not exist", "train.start is random, target, or a folder in z-lab's layout")
+        raise ArtifactError(weights, "does not exist", "train.start is random, target, or a drafter's folder")
     return file_digest(weights)
 
 

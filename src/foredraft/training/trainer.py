@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.devices import default_device
-from foredraft.drafter.config import FLOAT8_MULTIPLE, DrafterShape
+from foredraft.drafter.config import FLOAT8_MULTIPLE, DrafterShape, require_free_mask
 from foredraft.drafter.model import Drafter
 from foredraft.progress import Progress
 from foredraft.scratch import Scratch
@@ -280,10 +280,8 @@ def check_mask_token(mask_token_id: int, data: FeatureData, facts: dict[str, Any
     Raises:
         ValueError: it is past the embedding, an end or padding token, or occurs in the data.
     """
-    key = f"train.drafter.mask_token_id = {mask_token_id}"
-    if mask_token_id >= facts["vocab_rows"]:
-        raise ValueError(f"{key}: the target has {facts['vocab_rows']} embedding rows")
-    if mask_token_id in (*facts["eos_token_ids"], facts["pad_token_id"]):
-        raise ValueError(f"{key}: that is the target's end-of-turn or padding token")
+    require_free_mask(mask_token_id, facts)
     if data.uses(mask_token_id):
-        raise ValueError(f"{key}: that id occurs in the data; choose a row that they never use")
+        raise ValueError(
+            f"train.drafter.mask_token_id = {mask_token_id}: that id occurs in the data; choose a row that they never use"
+        )

@@ -7,11 +7,10 @@ sliding layers, which it reads both ways and we causally.
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.drafter.config import DrafterShape
-from foredraft.layouts.zlab import WEIGHTS, as_stored, write_config
+from foredraft.layouts.zlab import dtype_of, save_weights, write_config
 
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
@@ -57,6 +56,5 @@ def write_transformers(
             "leave that layout out"
         )
     folder.mkdir(parents=True)
-    write_config(folder, transformers_config(shape, facts))
-    renamed = {RENAMED.get(name, name): tensor for name, tensor in weights.items()}
-    save_file(as_stored(renamed), folder / WEIGHTS, metadata=metadata)
+    write_config(folder, transformers_config(shape, facts) | dtype_of(weights))
+    save_weights({RENAMED.get(name, name): tensor for name, tensor in weights.items()}, folder, metadata)

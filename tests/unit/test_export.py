@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from foredraft.export.speculators import speculators_config
-from foredraft.export.transformers import write_transformers
 from safetensors.torch import load_file, save_file
 
 from foredraft.artifacts import ArtifactError
-from foredraft.layouts.zlab import CONFIG, WEIGHTS, read_zlab, shape_from_config, write_zlab, zlab_config
+from foredraft.layouts.speculators import speculators_config
+from foredraft.layouts.transformers import write_transformers
+from foredraft.layouts.zlab import CONFIG, WEIGHTS, as_stored, read_zlab, shape_from_config, write_zlab, zlab_config
 from tests.conftest import TAPS, tiny_drafter, tiny_shape
 
 SLIDING = {"sliding_window": 16, "full_attention_layers": (1,)}
@@ -17,7 +17,7 @@ SLIDING = {"sliding_window": 16, "full_attention_layers": (1,)}
 @pytest.mark.parametrize("changes", [{}, SLIDING])
 def test_a_written_drafter_reads_back_equal(tmp_path: Path, changes: dict[str, object]) -> None:
     drafter = tiny_drafter(**changes)
-    write_zlab(tmp_path / "z", drafter.shape, drafter.state_dict(), {"format": "pt"})
+    write_zlab(tmp_path / "z", drafter.shape, as_stored(drafter.state_dict()), {"format": "pt"})
     again = read_zlab(tmp_path / "z", torch.bfloat16)
     assert again.shape == drafter.shape
     for name, tensor in drafter.state_dict().items():
@@ -77,7 +77,7 @@ def test_transposed_views_are_saved(tmp_path: Path) -> None:
     drafter = tiny_drafter()
     weights = drafter.state_dict()
     weights["fc.weight"] = weights["fc.weight"].T.contiguous().T
-    write_zlab(tmp_path / "z", drafter.shape, weights, {"format": "pt"})
+    write_zlab(tmp_path / "z", drafter.shape, as_stored(weights), {"format": "pt"})
     assert read_zlab(tmp_path / "z", torch.float32)
     assert json.loads((tmp_path / "z" / CONFIG).read_text())["dtype"] == "bfloat16"
 

@@ -6,12 +6,13 @@ A folder in z-lab's layout becomes one in that of speculators, with the embeddin
 the other way round.
 """
 
-import shutil
+import tempfile
 from pathlib import Path
 
 import click
 
 from foredraft.artifacts import ArtifactError
+from foredraft.command import OneLineCommand
 from foredraft.drafter.model import Drafter
 from foredraft.layouts.read import read_drafter_shape
 from foredraft.layouts.speculators import ENDS, MARK, described, write_speculators
@@ -34,7 +35,7 @@ def to_speculators(source: Path, out: Path, interface: Interface) -> None:
     ):
         if mine != theirs:
             raise ArtifactError(source, f"{key} is {mine}, the target's {theirs}", "give the drafter's own target")
-    weights = read_weights(source, Drafter(shape).state_dict().keys())
+    weights = read_weights(source, Drafter(shape).state_dict())
     target = (interface.manifest.contract["target"], facts["architecture"])
     write_speculators(out, shape, weights, (interface.embed_tokens, interface.lm_head), target, described(source))
 
@@ -46,11 +47,11 @@ def to_zlab(source: Path, out: Path, num_target_layers: int | None = None) -> No
         ArtifactError: the folder is not of that layout, or does not say how many layers the target has.
     """
     shape = read_drafter_shape(source, num_target_layers)
-    weights = read_weights(source, Drafter(shape).state_dict().keys(), also=ENDS)
+    weights = read_weights(source, Drafter(shape).state_dict(), also=ENDS)
     write_zlab(out, shape, weights, described(source))
 
 
-@click.command()
+@click.command(cls=OneLineCommand)
 @click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--target", type=click.Path(path_type=Path), default=Path("data/target"), show_default=True)
@@ -58,19 +59,16 @@ def to_zlab(source: Path, out: Path, num_target_layers: int | None = None) -> No
 def main(source: Path, out: Path, target: Path, target_layers: int | None) -> None:
     """Convert the drafter in SOURCE to the other layout, in the new folder OUT."""
     if out.exists():
-        raise click.ClickException(f"{out} exists")
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+        raise ValueError(f"{out} exists")
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent) as name:
+        built = Path(name) / "drafter"
         if MARK in read_config(source):
-            to_zlab(source, partial, target_layers)
+            to_zlab(source, built, target_layers)
         else:
-            to_speculators(source, partial, read_interface(target))
-    except (ArtifactError, ValueError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise click.ClickException(str(error)) from None
-    partial.rename(out)
-    click.echo(f"{out}: {'z-lab' if (MARK in read_config(source)) else 'speculators'} layout")
+            to_speculators(source, built, read_interface(target))
+        built.rename(out)
+    click.echo(f"{out}: the layout of {'speculators' if MARK in read_config(out) else 'z-lab'}")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def read_speculators(folder: Path, dtype: torch.dtype, num_target_layers: int | 
         ArtifactError: as :func:`foredraft.layouts.zlab.read_zlab`; or what the drafter does is not what ours do.
     """
     drafter = Drafter(read_speculators_shape(folder, num_target_layers)).to(dtype)
-    drafter.load_state_dict(read_weights(folder, drafter.state_dict().keys(), also=ENDS))
+    drafter.load_state_dict(read_weights(folder, drafter.state_dict(), also=ENDS))
     return drafter.eval().requires_grad_(False)
 
 

@@ -6,11 +6,11 @@ Nothing is inherited from the target's own rotary settings: the drafter rotates 
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,7 +22,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 METADATA = {"format": "pt"}
 """Of the weights, at least: some readers crash on none. Only strings are allowed there."""
-RERUN = "rerun: dvc repro export"
+REMEDY = "it is no drafter in this layout; of our own: dvc repro export"
 
 
 def zlab_config(shape: DrafterShape) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def read_zlab(folder: Path, dtype: torch.dtype) -> Drafter:
             tensors are not those of the config.
     """
     drafter = Drafter(read_shape(folder)).to(dtype)
-    drafter.load_state_dict(read_weights(folder, drafter.state_dict().keys()))
+    drafter.load_state_dict(read_weights(folder, drafter.state_dict()))
     return drafter.eval().requires_grad_(False)
 
 
@@ -125,25 +125,38 @@ def read_config(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(folder / CONFIG, "does not exist", "a drafter's folder holds config.json") from None
+    except ValueError as error:
+        raise ArtifactError(folder / CONFIG, f"is not JSON: {error}", REMEDY) from None
     return found
 
 
-def read_weights(folder: Path, names: Iterable[str], also: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """The tensors of these ``names``, in the type in which they lie there.
+def read_weights(folder: Path, like: dict[str, Tensor], also: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """The tensors of a folder, in the type in which they lie there.
 
     Args:
+        like: names and sizes that they must have.
         also: names that may be there, and are left out.
 
     Raises:
-        ArtifactError: one is missing, there is another one, or they are in float16.
+        ArtifactError: the file is missing or damaged; a tensor is missing, unknown, of another size, not finite, or in
+            float16.
     """
     path = folder / WEIGHTS
-    weights = {name: tensor for name, tensor in load_file(path).items() if name not in also}
-    if weights.keys() != set(names):
-        missing, unknown = sorted(set(names) - weights.keys()), sorted(weights.keys() - set(names))
-        raise ArtifactError(path, f"missing tensors {missing}, unknown tensors {unknown}", RERUN)
-    if any(tensor.dtype == torch.float16 for tensor in weights.values()):
-        raise ArtifactError(path, "is in float16, in which fc overflows", "convert it from bfloat16 or float32")
+    try:
+        weights = {name: tensor for name, tensor in load_file(path).items() if name not in also}
+    except (FileNotFoundError, SafetensorError) as error:
+        raise ArtifactError(path, f"cannot be read: {error}", REMEDY) from None
+    if weights.keys() != like.keys():
+        missing, unknown = sorted(like.keys() - weights.keys()), sorted(weights.keys() - like.keys())
+        raise ArtifactError(path, f"missing tensors {missing}, unknown tensors {unknown}", REMEDY)
+    for name, tensor in weights.items():
+        if tensor.shape != like[name].shape:
+            sizes = f"{tuple(tensor.shape)}, by the config {tuple(like[name].shape)}"
+            raise ArtifactError(path, f"{name} is {sizes}", REMEDY)
+        if tensor.dtype == torch.float16:
+            raise ArtifactError(path, f"{name} is in float16, in which fc overflows", "take bfloat16 or float32")
+        if not bool(tensor.isfinite().all()):
+            raise ArtifactError(path, f"{name} is not finite", REMEDY)
     return weights
 
 
@@ -209,7 +222,7 @@ def shape_from_qwen3(
         full_attention_layers=full if sliding else None,
     )
     if mask_token_id >= read("vocab_size"):
-        raise ArtifactError(path, f"mask_token_id {mask_token_id} is past the {read('vocab_size')} embeddings", RERUN)
+        raise ArtifactError(path, f"mask_token_id {mask_token_id} is past the {read('vocab_size')} embeddings", REMEDY)
     return DrafterShape(
         choice=choice,
         hidden_size=read("hidden_size"),
@@ -230,7 +243,7 @@ def one_value(key: str, path: Path, *places: Any) -> Any:
     """
     values = [value for value in places if value is not None]
     if not values:
-        raise ArtifactError(path, f"has no {key}", RERUN)
+        raise ArtifactError(path, f"has no {key}", REMEDY)
     if any(value != values[0] for value in values):
-        raise ArtifactError(path, f"holds two values of {key}: {values}", RERUN)
+        raise ArtifactError(path, f"holds two values of {key}: {values}", REMEDY)
     return values[0]

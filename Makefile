@@ -76,10 +76,14 @@ accept: venv  ## STAGE=extract: record that an edit does not change a stage's ou
 push: venv  ## send artefacts and the run cache to the DVC remote
 	$(BIN)/dvc push --run-cache
 
+push-hub: venv  ## REPO=org/name [LAYOUT=zlab] [YES=1]: upload the drafter and its card, with your own login
+	@test -n "$(REPO)" || { echo "Error: say where to, as in: make push-hub REPO=org/name"; exit 1; }
+	@$(BIN)/python -m foredraft.export.hub $(REPO) --layout $(or $(LAYOUT),zlab) $(if $(YES),--yes)
+
 pull: venv  ## fetch what the next run needs, and run what is out of date
 	$(BIN)/dvc repro --pull --allow-missing
 
-peers: .peers/zlab/complete .peers/specforge/complete .peers/triton/complete  ## make the environments of other people's code, for the oracle tests and bench-data
+peers: .peers/zlab/complete .peers/speculators/complete .peers/specforge/complete .peers/triton/complete  ## make the environments of other people's code, for the oracle tests and bench-data
 
 .peers/%/complete: requirements-peers-%.lock .venv/complete
 	rm -rf .peers/$*
@@ -112,4 +116,4 @@ lock:  ## resolve pyproject.toml anew into requirements.lock
 gc-scratch: ## delete unfinished and finished work kept for resuming (not the artefacts)
 	rm -rf "$(FOREDRAFT_SCRATCH)"
 
-.PHONY: help venv repro table test check format sources profile inspect experiments accept push pull peers bench-data bench-extract bench-speculation bench-train lock gc-scratch
+.PHONY: help venv repro table test check format sources profile inspect experiments accept push push-hub pull peers bench-data bench-extract bench-speculation bench-train lock gc-scratch

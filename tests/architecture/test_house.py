@@ -15,8 +15,20 @@ from foredraft.params import read_params
 from foredraft.plan.check import SECTIONS, SOURCES
 from foredraft.plan.pipeline import synchronised
 
-STAGES = ["target", "fetch", "benchmarks", "curate", "respond", "prepare", "extract", "train", "export", "evaluate"]
-LIGHT_STAGES = ["fetch", "benchmarks", "curate"]
+STAGES = [
+    "target",
+    "fetch",
+    "benchmarks",
+    "curate",
+    "respond",
+    "prepare",
+    "extract",
+    "train",
+    "export",
+    "evaluate",
+    "card",
+]
+LIGHT_STAGES = ["fetch", "benchmarks", "curate", "card"]
 MODULES = sorted(path for path in (ROOT / "src").rglob("*.py"))
 # From the ground up: a folder imports from those before it, and from itself.
 LAYERS = [

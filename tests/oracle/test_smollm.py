@@ -1,6 +1,7 @@
 """On the real small target, in fp32: our loop, Transformers' loop and z-lab's loop say what plain decoding says."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,20 @@ from torch import Tensor
 
 from foredraft.benchmarks.build import read_benchmarks
 from foredraft.chat.render import Renderer
-from foredraft.drafter.attention import MaskedAttention, decoding_mask
+from foredraft.drafter.drafting import fill_blocks
 from foredraft.drafter.model import Drafter, initialise_random
+from foredraft.export.check import draft_logits
 from foredraft.features.batching import plan_shards
 from foredraft.features.checks import distances, truth_check
 from foredraft.features.reading import Reader
-from foredraft.layouts.zlab import read_zlab
+from foredraft.layouts.convert import to_speculators, to_zlab
+from foredraft.layouts.zlab import CONFIG, WEIGHTS, read_zlab
 from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer
 from foredraft.speculation.session import ReplaySession, TreeSession
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import greedy_answers
+from foredraft.target.interface import read_interface
 from foredraft.target.tokenizer import read_tokenizer
 from foredraft.tokens.shards import read_shard
 from tests.conftest import ROOT
@@ -120,10 +124,8 @@ def our_first_block_logits(drafter: Drafter, target: FrozenTarget, prompt: list[
         block = torch.full((1, choice.block_size), choice.mask_token_id)
         block[:, 0] = target.head(final[:, -1]).argmax(-1)
         anchor = torch.tensor([len(prompt)])
-        mask = decoding_mask(anchor, choice.block_size, seen, torch.ones_like(seen).bool(), None)
-        positions = (anchor + torch.arange(choice.block_size))[None]
-        attention = {"full_attention": MaskedAttention(mask)}
-        hidden = drafter.fill(target.embeddings(block), positions, drafter.read_context(taps, seen), attention)
+        context, valid = drafter.read_context(taps, seen), torch.ones_like(seen).bool()
+        hidden = fill_blocks(drafter, target.embeddings(block), anchor, context, seen, valid)
         return target.head(hidden[0, 1:])
 
 
@@ -156,6 +158,32 @@ def test_zlabs_own_code_loads_the_export_and_agrees(
         assert found[f"steps.{index}"] == steps_of(trained, smollm, prompt, reference)
         ours = our_first_block_logits(trained, smollm, prompt)
         torch.testing.assert_close(found[f"logits.{index}"], ours, rtol=1e-4, atol=1e-3)
+
+
+def test_speculators_own_code_loads_the_export_and_its_conversions_and_agrees(
+    smoke: Workspace, smollm_folder: Path, trained: Drafter, tmp_path: Path
+) -> None:
+    """As exported; converted from z-lab's layout; and z-lab's from that, which is to the byte what was exported."""
+    subprocess.run(["make", "--no-print-directory", ".peers/speculators/complete"], cwd=ROOT, check=True)
+    interface = read_interface(smoke.path / "data/target")
+    sample = load_file(smoke.path / "data/drafter/sample.safetensors")
+    ours = draft_logits(trained, interface, sample)
+    exported = smoke.path / "data/export"
+    to_speculators(exported / "zlab", tmp_path / "converted", interface)
+    to_zlab(tmp_path / "converted", tmp_path / "back")
+    for name, tensor in load_file(exported / "zlab" / WEIGHTS).items():
+        assert torch.equal(load_file(tmp_path / "back" / WEIGHTS)[name], tensor)
+    python, peer = ROOT / ".peers/speculators/bin/python", ROOT / "tests/oracle/speculators_peer.py"
+    for number, folder in enumerate((exported / "speculators", tmp_path / "converted")):
+        there = shutil.copytree(folder, tmp_path / f"served-{number}", copy_function=shutil.copyfile)
+        config = json.loads((there / CONFIG).read_text())
+        config["speculators_config"]["verifier"]["name_or_path"] = str(smollm_folder)  # a package is no target to it
+        (there / CONFIG).write_text(json.dumps(config))
+        arguments = [there, smoke.path / "data/drafter/sample.safetensors", tmp_path / f"{number}.safetensors"]
+        subprocess.run([python, "-W", "ignore", peer, *map(str, arguments)], check=True)
+        found = load_file(tmp_path / f"{number}.safetensors")
+        assert found["taps"].tolist() == [layer_id + 1 for layer_id in trained.shape.target_layer_ids]
+        torch.testing.assert_close(found["logits"], ours, rtol=1e-4, atol=1e-3)
 
 
 def test_transformers_own_loop_loads_the_export_and_agrees(

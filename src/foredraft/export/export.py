@@ -11,6 +11,7 @@ from foredraft.drafter.config import DrafterShape, require_free_mask
 from foredraft.drafter.model import Drafter
 from foredraft.export.check import check_layouts
 from foredraft.export.config import ExportConfig
+from foredraft.export.serving import served_name
 from foredraft.layouts.read import read_drafter
 from foredraft.layouts.speculators import write_speculators
 from foredraft.layouts.transformers import write_transformers
@@ -42,7 +43,7 @@ def export(config: ExportConfig, drafter: Path, target: Path, out: Path) -> None
         write_zlab(folder / "zlab", shape, weights, metadata)
         if "speculators" in layouts:
             ends = (interface.embed_tokens, interface.lm_head)
-            verifier = (interface.manifest.contract["target"], interface.manifest.facts["architecture"])
+            verifier = (served_name(interface.manifest.contract["target"]), interface.manifest.facts["architecture"])
             write_speculators(folder / "speculators", shape, weights, ends, verifier, metadata)
         if "transformers" in layouts:
             write_transformers(folder / "transformers", shape, weights, interface.manifest.facts, metadata)

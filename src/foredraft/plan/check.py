@@ -7,7 +7,7 @@ from typing import Any
 
 from foredraft.benchmarks.config import BenchmarksConfig
 from foredraft.conversations.config import CurateConfig
-from foredraft.export.config import ExportConfig
+from foredraft.export.config import CardConfig, ExportConfig
 from foredraft.features.config import ExtractConfig
 from foredraft.params import SOURCE_NAME, Config, parse_section, read_params
 from foredraft.responses.config import RespondConfig
@@ -29,6 +29,7 @@ SECTIONS: dict[str, type[Config]] = {
     "train": TrainConfig,
     "export": ExportConfig,
     "evaluate": EvaluateConfig,
+    "card": CardConfig,
 }
 SOURCES = "sources"
 SECRET_WORDS = re.compile(r"(^|_)(token|secret|password|api_key)$")

@@ -3,8 +3,8 @@
 usage: speculators_peer.py DRAFTER SAMPLE.safetensors OUT.safetensors
 
 The sample holds ``input_ids (T)`` and ``target_hidden (T, L, D)``; its last token is the anchor of a block. Writes
-``logits``, the drafter's for that block's drafts, ``(slots - 1, vocabulary)``, and ``taps``, the numbers by which it asks for states.
-Everything in fp32.
+``logits``, the drafter's for that block's drafts, ``(slots - 1, vocabulary)``, and ``taps``, the numbers by which it asks
+for states. Everything in fp32.
 """
 
 import os

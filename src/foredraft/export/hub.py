@@ -6,8 +6,9 @@ usage: make push-hub REPO=org/name [LAYOUT=zlab] [YES=1]
 from pathlib import Path
 
 import click
+import httpx2
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import LocalTokenNotFoundError
 
 from foredraft.artifacts import open_artifact
 from foredraft.command import OneLineCommand
@@ -49,7 +50,7 @@ def main(repo: str, layout: str, exported: Path, cards: Path, private: bool, yes
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         done = api.create_commit(repo, operations, commit_message=f"DFlash drafter, {layout} layout")
-    except (HfHubHTTPError, LocalTokenNotFoundError) as error:
+    except (httpx2.HTTPError, LocalTokenNotFoundError) as error:
         raise ValueError(f"{api.endpoint}: {str(error).splitlines()[0]} (hf auth login, or HF_TOKEN)") from error
     click.echo(f"uploaded: {done.commit_url}")
 

@@ -105,7 +105,7 @@ def test_nothing_changed_runs_nothing(smoke: Workspace) -> None:
 def test_an_experiment_reruns_training_and_what_follows_and_is_a_row_with_tokens_per_step(smoke: Workspace) -> None:
     before = (smoke.path / "params.yaml").read_bytes()
     output = smoke.run("dvc", "exp", "run", "--temp", "--name", "slower", "-S", "train.lr=0.0007")
-    assert ran(output) == ["train", "export", "evaluate"]
+    assert ran(output) == ["train", "export", "evaluate", "card"]
     rows = json.loads(smoke.run("dvc", "exp", "show", "--json"))
     experiments = [row for head in rows for row in head.get("experiments") or []]
     (found,) = [row for group in experiments for row in group["revs"] if row["name"] == "slower"]
@@ -134,7 +134,7 @@ def clone(smoke: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Workspa
 def test_a_clone_trains_on_pulled_features_and_runs_no_stage_before(clone: Workspace) -> None:
     assert not (clone.path / "data/features").exists()
     clone.edit("params.yaml", "lr: 1.0e-3", "lr: 1.5e-3")
-    assert clone.repro("--pull", "--allow-missing") == ["train", "export", "evaluate"]
+    assert clone.repro("--pull", "--allow-missing") == ["train", "export", "evaluate", "card"]
     assert (clone.path / "data/features/code/manifest.json").exists()
     assert not (clone.path / "data/raw").exists()
     assert not (clone.path / "data/responses").exists()

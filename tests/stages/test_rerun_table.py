@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 from tests.workspace import Workspace, copy_repository
 
 PER_SOURCE = ("fetch", "curate", "respond", "prepare", "extract")
-LAST = {"train", "export", "evaluate"}
+LAST = {"train", "export", "evaluate", "card"}
 
 
 def of(source: str, *stages: str) -> set[str]:
@@ -40,7 +40,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     [
         ("params.yaml", "lr: 1.0e-3", "lr: 2.0e-3", LAST),
         ("params.yaml", "_layer_ids: [1,", "_layer_ids: [2,", of("code", "extract") | of("tools", "extract") | LAST),
-        ("params.yaml", "prompts: 1 ", "prompts: 2 ", {"evaluate"}),
+        ("params.yaml", "prompts: 1 ", "prompts: 2 ", {"evaluate", "card"}),
         # A note in the code runs what imports it; as their outputs are equal, nothing behind them.
         ("src/foredraft/features/engine.py", '"""The ``', '"""The  ``', of("code", "extract") | of("tools", "extract")),
         ("src/foredraft/drafter/loss.py", '"""What a slot', '"""What  a slot', {"train"}),

@@ -76,7 +76,7 @@ def test_engines_are_given_the_count_that_they_mean() -> None:
     vllm, sglang = commands("zlab", "org/target", "org/drafter", 16, windows=True).splitlines()
     assert '"num_speculative_tokens": 15' in vllm and vllm.startswith("VLLM_USE_V2_MODEL_RUNNER=1 ")
     assert sglang.endswith("--speculative-num-draft-tokens 16")
-    assert [served_name(uri) for uri in ("hf:a/b@c", "file:x/y", "pypi:a==1/b")] == ["a/b", "x/y", "pypi:a==1/b"]
+    assert [served_name(uri) for uri in ("hf:a/b@c", "file:x/y", "pypi:a==1/b")] == ["a/b", "x/y", "path/to/target"]
 
 
 def test_the_readme_serves_as_the_card_does() -> None:

@@ -45,7 +45,7 @@ def card(
     target, drafter, settings = served_name(contract["target"]), params["train"]["drafter"], evaluated["settings"]
     served = commands(layout, target, config.name, drafter["block_size"], drafter.get("sliding_window") is not None)
     language = "python" if layout == "transformers" else "bash"
-    return f"""{front_matter(config, target)}
+    return f"""{front_matter(config, contract["target"])}
 # {config.name}
 
 A DFlash drafter (arXiv 2602.06036) for `{target}`: it fills a block of {drafter["block_size"] - 1} drafts at once
@@ -83,11 +83,12 @@ Tokens that one step of the target commits, its own included; greedy, {settings[
 """
 
 
-def front_matter(config: CardConfig, target: str) -> str:
+def front_matter(config: CardConfig, uri: str) -> str:
     """The metadata that the hub reads."""
-    lines = ["---", f"base_model: {target}", "tags: [dflash, speculative-decoding]"]
+    lines = [f"base_model: {served_name(uri)}"] if uri.startswith("hf:") else []
+    lines += ["tags: [dflash, speculative-decoding]"]
     lines += [f"license: {config.licence}"] if config.licence else []
-    return "\n".join([*lines, "---"])
+    return "\n".join(["---", *lines, "---"])
 
 
 def figures(evaluated: dict[str, Any]) -> str:

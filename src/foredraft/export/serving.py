@@ -45,9 +45,9 @@ def commands(layout: str, target: str, drafter: str, block_size: int, windows: b
 
 
 def served_name(uri: str) -> str:
-    """What engines call a target: the hub's name or the folder of its URI, or that itself where they know none."""
+    """What engines call a target: the hub's name or the folder in its URI; of one in a package, the folder that it is put in."""
     scheme, _, rest = uri.partition(":")
-    return rest.partition("@")[0] if scheme == "hf" else rest if scheme == "file" else uri
+    return rest.partition("@")[0] if scheme == "hf" else rest if scheme == "file" else "path/to/target"
 
 
 def readme(text: str) -> str:

@@ -1,15 +1,20 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foredraft.artifacts import ArtifactError
+from foredraft.artifacts import ArtifactError, Manifest, open_artifact, publish
+from foredraft.export.config import ExportConfig
+from foredraft.export.export import export
 from foredraft.layouts.speculators import speculators_config
 from foredraft.layouts.transformers import write_transformers
 from foredraft.layouts.zlab import CONFIG, WEIGHTS, as_stored, read_zlab, shape_from_config, write_zlab, zlab_config
-from tests.conftest import TAPS, tiny_drafter, tiny_shape
+from foredraft.target.interface import read_interface
+from tests.builders import keep_interface, make_interface, tiny_frozen
+from tests.conftest import HIDDEN, TAPS, VOCABULARY, tiny_drafter, tiny_shape
 
 SLIDING = {"sliding_window": 16, "full_attention_layers": (1,)}
 
@@ -86,3 +91,76 @@ def test_a_layout_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
     drafter = tiny_drafter(**SLIDING)
     with pytest.raises(ValueError, match="this drafter's are causal; leave that layout out"):
         write_transformers(tmp_path / "t", drafter.shape, drafter.state_dict(), {}, {"format": "pt"})
+
+
+CONTRACT = {
+    "target": "hf:org/target@1",
+    "target_digest": "d",
+    "target_layer_ids": list(TAPS),
+    "layer_id_convention": "after block",
+    "thinking": False,
+}
+FACTS = {"num_layers": 4, "architecture": "LlamaForCausalLM", "tokenizer_size": VOCABULARY - 3}
+
+
+def trained_drafter(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """What ``train`` and ``target`` leave behind: a drafter's artefact, and that of a target padded past its tokenizer."""
+    drafter, interface = tiny_drafter(4, **changes), make_interface(tiny_frozen())
+    choice = drafter.shape.choice
+    contract = CONTRACT | {"block_size": choice.block_size, "mask_token_id": choice.mask_token_id}
+    interface.manifest.contract.update({key: CONTRACT[key] for key in ("target", "target_digest", "thinking")})
+    interface.manifest.facts.update(FACTS)
+    keep_interface(interface, folder / "target")
+    facts = {"best": {"step": 1, "tokens_per_step": 1.5}}
+    with publish(folder / "drafter", Manifest("drafter", contract=contract, facts=facts)) as building:
+        save_file(drafter.state_dict(), building / "drafter.safetensors")
+        (building / "shape.json").write_text(drafter.shape.model_dump_json())
+        states = torch.randn(20, len(TAPS), HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+        save_file({"input_ids": torch.arange(20), "target_hidden": states}, building / "sample.safetensors")
+    return folder / "drafter", folder / "target"
+
+
+def test_all_layouts_are_written_of_a_tied_and_padded_target(tmp_path: Path) -> None:
+    drafter, target = trained_drafter(tmp_path)
+    export(ExportConfig(layouts=("speculators", "transformers")), drafter, target, tmp_path / "out")
+    manifest = open_artifact(tmp_path / "out", "export", "x")
+    assert {name.partition("/")[0] for name in manifest.files} == {"zlab", "speculators", "transformers"}
+    config = json.loads((tmp_path / "out/speculators" / CONFIG).read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    assert config["draft_vocab_size"] == VOCABULARY == config["transformer_layer_config"]["vocab_size"]
+    weights = load_file(tmp_path / "out/speculators" / WEIGHTS)
+    assert torch.equal(weights["embed_tokens.weight"], weights["lm_head.weight"])
+
+
+def test_a_head_of_its_own_travels_with_the_drafter(tmp_path: Path) -> None:
+    drafter, target = trained_drafter(tmp_path)
+    interface = read_interface(target)
+    head = torch.randn_like(interface.lm_head)
+    manifest = Manifest(
+        "target", contract=interface.manifest.contract, facts=interface.manifest.facts | {"tied": False}
+    )
+    with publish(tmp_path / "untied", manifest) as building:
+        weights = {"embed_tokens.weight": interface.embed_tokens, "norm.weight": interface.norm, "lm_head.weight": head}
+        save_file(weights, building / "interface.safetensors")
+        save_file(interface.layers, building / "layers.safetensors")
+    export(ExportConfig(layouts=("speculators",)), drafter, tmp_path / "untied", tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out/speculators" / WEIGHTS)["lm_head.weight"], head.bfloat16())
+
+
+@pytest.mark.parametrize("mask_token_id", [0, 1])
+def test_a_mask_token_that_means_something_is_refused(tmp_path: Path, mask_token_id: int) -> None:
+    drafter, target = trained_drafter(tmp_path, mask_token_id=mask_token_id)
+    with pytest.raises(
+        ValueError, match=f"mask_token_id = {mask_token_id}: that is the target's end-of-turn or padding"
+    ):
+        export(ExportConfig(layouts=("zlab",)), drafter, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
+    drafter, _ = trained_drafter(tmp_path)
+    interface = make_interface(tiny_frozen())
+    interface.manifest.contract["target_digest"] = "other"
+    keep_interface(interface, tmp_path / "other")
+    with pytest.raises(ArtifactError, match="contract: expected target_digest = 'other', found 'd'"):
+        export(ExportConfig(layouts=("zlab",)), drafter, tmp_path / "other", tmp_path / "out")

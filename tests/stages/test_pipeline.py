@@ -22,6 +22,7 @@ ALL = {
     "train",
     "export",
     "evaluate",
+    "card",
 }
 FIGURES = {"prompts", "tokens", "target_steps", "tokens_per_step", "accepted_per_step", "acceptance_by_slot"}
 
@@ -63,7 +64,9 @@ def test_every_artifact_is_whole_and_carries_its_contract(smoke: Workspace) -> N
                 assert counts["rows_in"] == counts["rows_out"] + sum(counts["skipped"].values())
     drafter = open_artifact(smoke.path / "data/drafter", "drafter", "x")
     exported = open_artifact(smoke.path / "data/export", "export", "x")
-    for manifest in (drafter, exported):
+    cards = open_artifact(smoke.path / "data/card", "card", "x")
+    assert cards.files.keys() == {"zlab.md", "speculators.md", "transformers.md"}
+    for manifest in (drafter, exported, cards):
         assert manifest.contract["target_layer_ids"] == [1, 8, 14, 20, 27]
         assert manifest.contract["layer_id_convention"].startswith("residual stream after 0-based decoder block k")
         assert (manifest.contract["block_size"], manifest.contract["mask_token_id"]) == (4, 16)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner
+from huggingface_hub import HfApi, constants
 
 from foredraft.artifacts import Manifest, publish
 from foredraft.export import hub
@@ -122,6 +123,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     Hub.files = {}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.base = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
@@ -132,9 +134,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     server.server_close()
 
 
-def hub_api(endpoint: str, token: str) -> Any:
-    from huggingface_hub import HfApi
-
+def hub_api(endpoint: str, token: str) -> HfApi:
     return HfApi(endpoint=endpoint, token=token)
 
 

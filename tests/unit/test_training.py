@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from foredraft.artifacts import ArtifactError
 from foredraft.drafter.config import DrafterConfig, LossConfig
 from foredraft.drafter.loss import slot_losses
-from foredraft.layouts.zlab import write_zlab
+from foredraft.layouts.zlab import as_stored, write_zlab
 from foredraft.scratch import Scratch
 from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer
@@ -396,7 +396,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_a_warm_start_takes_a_published_drafter_of_the_same_shape(world: Any, tmp_path: Path) -> None:
     _, interface, folders = world
     published = tiny_drafter(seed=5)
-    write_zlab(tmp_path / "z", published.shape, published.state_dict(), {"format": "pt"})
+    write_zlab(tmp_path / "z", published.shape, as_stored(published.state_dict()), {"format": "pt"})
     start = config(start=str(tmp_path / "z"))
     state = Trainer(start, tiny_shape(), interface, folders).learner.drafter.state_dict()
     for name, tensor in published.state_dict().items():

@@ -15,7 +15,8 @@ from foredraft.artifacts import Manifest, publish
 from foredraft.export import hub
 from foredraft.export.card import write_cards
 from foredraft.export.config import CardConfig
-from foredraft.export.serving import commands, readme, served_name
+from foredraft.export.serving import commands, readme
+from foredraft.layouts.names import served_name
 from foredraft.params import read_params
 from tests.conftest import ROOT
 

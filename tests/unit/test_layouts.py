@@ -134,6 +134,8 @@ def test_there_and_back_the_tensors_are_the_same_to_the_byte(
         for name in one:
             assert one[name].dtype == two[name].dtype == dtype and torch.equal(one[name], two[name])
     assert read_drafter(tmp_path / "s", torch.float32).shape == drafter.shape
+    verifier = json.loads((tmp_path / "s" / CONFIG).read_text())["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == "org/target"
     told = runner.invoke(main, [str(tmp_path / "z"), str(tmp_path / "s")])
     assert told.exit_code == 1 and "exists" in told.output and "Traceback" not in told.output
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from foredraft.artifacts import Manifest, open_artifact, publish
 from foredraft.export.config import CardConfig
-from foredraft.export.serving import KNOWN, commands, served_name
+from foredraft.export.serving import KNOWN, commands
+from foredraft.layouts.names import served_name
 
 
 def write_cards(

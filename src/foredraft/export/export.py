@@ -11,7 +11,7 @@ from foredraft.drafter.config import DrafterShape, require_free_mask
 from foredraft.drafter.model import Drafter
 from foredraft.export.check import check_layouts
 from foredraft.export.config import ExportConfig
-from foredraft.export.serving import served_name
+from foredraft.layouts.names import served_name
 from foredraft.layouts.read import read_drafter
 from foredraft.layouts.speculators import write_speculators
 from foredraft.layouts.transformers import write_transformers

@@ -14,6 +14,7 @@ import click
 from foredraft.artifacts import ArtifactError
 from foredraft.command import OneLineCommand
 from foredraft.drafter.model import Drafter
+from foredraft.layouts.names import served_name
 from foredraft.layouts.read import read_drafter_shape
 from foredraft.layouts.speculators import ENDS, MARK, described, write_speculators
 from foredraft.layouts.zlab import read_config, read_weights, write_zlab
@@ -36,7 +37,7 @@ def to_speculators(source: Path, out: Path, interface: Interface) -> None:
         if mine != theirs:
             raise ArtifactError(source, f"{key} is {mine}, the target's {theirs}", "give the drafter's own target")
     weights = read_weights(source, Drafter(shape).state_dict())
-    target = (interface.manifest.contract["target"], facts["architecture"])
+    target = (served_name(interface.manifest.contract["target"]), facts["architecture"])
     write_speculators(out, shape, weights, (interface.embed_tokens, interface.lm_head), target, described(source))
 
 

@@ -5,7 +5,6 @@ and embeddings and LM head travel with the drafter. How many layers the target h
 metadata of the weights.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +130,3 @@ def described(folder: Path) -> dict[str, str]:
     """The metadata of a folder's weights, all strings."""
     with safe_open(folder / WEIGHTS, "pt") as stored:
         return dict(stored.metadata() or {}) or dict(METADATA)
-
-
-def verifier_of(folder: Path) -> tuple[str, str]:
-    """URI and architecture of the target that a folder names."""
-    verifier = json.loads((folder / "config.json").read_text(encoding="utf-8"))["speculators_config"]["verifier"]
-    return verifier["name_or_path"], verifier["architectures"][0]

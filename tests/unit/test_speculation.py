@@ -144,10 +144,10 @@ def test_a_rejected_token_leaves_no_trace_in_a_recurrent_state(kind: str) -> Non
 def test_trees_are_laid_out_as_written() -> None:
     block = Block.build([9, 8], [TREE, chain([1])], torch.device("cpu"))
     assert block.tokens.tolist() == [[9, 3, 4, 5, 6, 7], [8, 1, 8, 8, 8, 8]]
-    assert block.parents.tolist() == [[-1, 0, 0, 1, 2, 4], [-1, 0, 0, 0, 0, 0]]
     assert block.depths.tolist() == [[0, 1, 1, 2, 2, 3], [0, 1, 1, 1, 1, 1]]
     assert block.sees[0, 5].tolist() == [True, False, True, False, True, True]
-    assert not block.is_chain and Block.build([9], [chain([1, 2])], torch.device("cpu")).is_chain
+    assert block.above[0].tolist() == [[0] * 4, [0, 1, 1, 1], [0, 2, 2, 2], [0, 1, 3, 3], [0, 2, 4, 4], [0, 2, 4, 5]]
+    assert block.sees[1].tolist() == [[slot in (0, own) for slot in range(6)] for own in range(6)]
     assert TREE.depth == 3 and TREE.children == [{3: 1, 4: 2}, {5: 3}, {6: 4}, {}, {7: 5}, {}]
     with pytest.raises(ValueError, match="before their children"):
         Tree([1, 2], [1, -1])

@@ -1,18 +1,17 @@
 """Recurrent layers under speculation: what a state is after any node of a tree, without reading a token twice.
 
 A gated delta rule's state cannot be cropped: it has taken in the rejected drafts. But what it takes in of a token is small
-(a key, a value, a decay and a rate), and does not depend on the state. So while the target reads a block those are kept,
-and once it is known which drafts are right the states are taken from before the block and fed these tokens' alone. The
-short convolution before it likewise: its state is the last few columns of its input. That is exact, needs no second pass
-of the target, and a rejected token leaves no trace.
-
-On a tree a node's state is its parent's, fed the node, and its convolution reaches back along its own path.
+(a key, and what is new about its value) and for a block has a closed form, which :func:`delta_rule_on_tree` writes for
+trees. So while the target reads a block the states stay as they are, and once it is known which drafts are right they are
+moved along the path of these alone. The short convolution before it likewise: its state is the last few columns of its
+input, and on a tree it reaches back along each node's own path. That is exact, needs no second pass of the target, and a
+rejected token leaves no trace.
 
 Transformers 5.24 writes these layers alike (Qwen3-Next, Qwen3.5, OLMo-hybrid): they call ``causal_conv1d_fn`` and
-``torch_chunk_gated_delta_rule`` by these names of their module, which is where this listens.
+``torch_chunk_gated_delta_rule`` by these names of their module, which is where a block is taken over.
 
-Shapes: ``B`` rows, ``S`` slots, ``K`` kept slots, ``C`` channels, ``W`` width of the convolution, ``H`` heads, ``d``
-their size.
+Shapes: ``B`` rows, ``S`` slots, ``K`` kept slots, ``C`` channels, ``W`` width of the convolution, ``H`` heads, ``E`` a
+key's size, ``d`` a value's.
 """
 
 import sys
@@ -29,25 +28,23 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from foredraft.speculation.tree import Block
 
-CONVOLUTION, CHUNK_RULE, STEP_RULE = (
-    "causal_conv1d_fn",
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-)
+CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
 
 
 @dataclass(frozen=True)
 class Fed:
-    """What one layer's delta rule was given for a block: keys, values ``(B, S, H, d)``, decays and rates ``(B, S, H)``."""
+    """What one layer's delta rule takes in of a block, float32.
+
+    Attributes:
+        keys: ``(B, H, S, E)``.
+        news: what is new about each value, ``(B, H, S, d)``.
+        decays: logarithms, summed along the path to each slot, ``(B, H, S)``.
+    """
 
     keys: Tensor
-    values: Tensor
+    news: Tensor
     decays: Tensor
-    rates: Tensor
-    state: Tensor
-    """Before the block, ``(B, H, d, d)``."""
-    options: dict[str, Any]
 
 
 class RecurrentLayers:
@@ -60,91 +57,107 @@ class RecurrentLayers:
         self._fed: list[Fed] = []
 
     @contextmanager
-    def listening(self, block: Block) -> Iterator[None]:
+    def reading(self, block: Block) -> Iterator[None]:
         """While the target reads ``block`` on top of a cache, in one pass."""
         if self._module is None:
             yield
             return
         self._columns, self._fed = [], []
-        convolve, rule, step = (getattr(self._module, name) for name in (CONVOLUTION, CHUNK_RULE, STEP_RULE))
         size = block.tokens.shape[1]
 
         def convolution(
-            x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **more: Any
+            x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
         ) -> Tensor:
             self._columns.append(x)
-            if block.is_chain:
-                found: Tensor = convolve(x, weight, bias, activation=activation, **more)
-                return found
             windows = gather_columns(x, window_columns(block, x.shape[-1] - size, weight.shape[-1]))  # (B, C, S, W)
             summed = (windows.float() * weight[:, None].float()).sum(-1)
             return ACTIVATIONS[activation](summed if bias is None else summed + bias[:, None].float()).to(x.dtype)
 
         def delta_rule(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-            options = {name: more[name] for name in ("use_qk_l2norm_in_kernel",) if name in more}
-            before = more["initial_state"].clone()  # the cache overwrites its own
-            self._fed.append(Fed(key, value, more["g"], more["beta"], before, options))
-            if block.is_chain:
-                found: tuple[Tensor, Tensor] = rule(query, key, value, **more)
-                return found
-            return along_tree(block, step, query, self._fed[-1])
+            before = more["initial_state"]
+            if more.get("use_qk_l2norm_in_kernel"):
+                query, key = normalised(query), normalised(key)
+            output, fed = delta_rule_on_tree(query, key, value, more["g"], more["beta"], before, block.sees)
+            self._fed.append(fed)
+            return output, before
 
+        stock = {name: getattr(self._module, name) for name in (CONVOLUTION, DELTA_RULE)}
         try:
             setattr(self._module, CONVOLUTION, convolution)
-            setattr(self._module, CHUNK_RULE, delta_rule)
+            setattr(self._module, DELTA_RULE, delta_rule)
             yield
         finally:
-            setattr(self._module, CONVOLUTION, convolve)
-            setattr(self._module, CHUNK_RULE, rule)
+            for name, function in stock.items():
+                setattr(self._module, name, function)
         if len(self._fed) != len(self.numbers) or len(self._columns) != len(self.numbers):
             raise ValueError(f"{len(self.numbers)} recurrent layers, but {len(self._fed)} were heard")
 
     def commit(self, cache: Any, path: Tensor, kept: Tensor) -> None:
         """Put ``cache`` where it would be had it read, of the block, the slots ``path (B, K)`` that are ``kept`` alone."""
-        if self._module is None:
+        if self._module is None or not path.shape[1]:
             return
-        step = getattr(self._module, STEP_RULE)
-        row = torch.arange(len(path), device=path.device)[:, None]
+        count = kept.sum(1, keepdim=True)  # (B, 1)
+        last = path.gather(1, (count - 1).clamp_min(0))
         for number, columns, fed in zip(self.numbers, self._columns, self._fed, strict=True):
             layer: Any = cache.layers[number]
-            before = columns.shape[-1] - fed.keys.shape[1]
-            width = layer.conv_kernel_size[0]
+            size, width = fed.keys.shape[2], layer.conv_kernel_size[0]
+            before = columns.shape[-1] - size
             read = torch.cat([torch.arange(before, device=path.device).expand(len(path), -1), before + path], 1)
-            last = torch.arange(before - width, before, device=path.device) + kept.sum(1, keepdim=True)  # (B, width)
-            layer.conv_states[0] = gather_columns(columns, read.gather(1, last))
-            keys, values, decays, rates = (x[row, path] for x in (fed.keys, fed.values, fed.decays, fed.rates))
-            # Neither decayed nor fed: what is not kept changes nothing.
-            decays, rates = (torch.where(kept[..., None], x, 0.0) for x in (decays, rates))
-            if path.shape[1]:
-                _, state = step(
-                    keys,
-                    keys,
-                    values,
-                    g=decays,
-                    beta=rates,
-                    initial_state=fed.state,
-                    output_final_state=True,
-                    **fed.options,
-                )
-            else:
-                state = fed.state
-            layer.recurrent_states[0] = state.to(fed.state.dtype)
+            ends = torch.arange(before - width, before, device=path.device) + count  # (B, width)
+            layer.conv_states[0] = gather_columns(columns, read.gather(1, ends))
+            state = layer.recurrent_states[0]
+            layer.recurrent_states[0] = moved(state.float(), fed, path, kept, last).to(state.dtype)
 
 
-def along_tree(block: Block, step: Any, queries: Tensor, fed: Fed) -> tuple[Tensor, Tensor]:
-    """The delta rule where every slot follows its parent: outputs ``(B, S, H, d)``, and the states before the block."""
-    size = block.tokens.shape[1]
-    states = fed.state[:, None].repeat(1, size, 1, 1, 1)  # (B, S, H, d, d) after each slot
-    outputs = torch.empty_like(fed.values)
-    for depth in range(int(block.depths.max()) + 1):
-        row, slot = (block.depths == depth).nonzero(as_tuple=True)
-        parent = block.parents[row, slot]
-        before = states[row, parent] if depth else fed.state[row]
-        at = (x[row, slot][:, None] for x in (queries, fed.keys, fed.values))
-        decays, rates = (x[row, slot][:, None] for x in (fed.decays, fed.rates))
-        output, after = step(*at, g=decays, beta=rates, initial_state=before, output_final_state=True, **fed.options)
-        outputs[row, slot], states[row, slot] = output[:, 0], after.to(states.dtype)
-    return outputs, fed.state
+def normalised(x: Tensor) -> Tensor:
+    """Of unit length, as these layers normalise queries and keys: ``(..., E)``, float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_rule_on_tree(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor, sees: Tensor
+) -> tuple[Tensor, Fed]:
+    """The gated delta rule (arXiv 2412.06464) where every slot follows its parent.
+
+    A token decays its parent's state by ``exp(decay)``, and adds of its value what the state does not say of its key yet:
+    ``news = rate (value - key state)``. Along a path each slot's news are thus linear in its ancestors', with a triangular
+    matrix of ones on the diagonal. All slots are solved at once.
+
+    Args:
+        query, key: ``(B, S, G, E)``; each of the ``G`` serves ``H / G`` heads of values one after the other.
+        value: ``(B, S, H, d)``.
+        decay, rate: ``(B, S, H)``; decay is a logarithm.
+        state: before the block, ``(B, H, E, d)``; it is left as it is.
+        sees: which slots each slot follows, and itself, ``(B, S, S)``; parents come first.
+
+    Returns:
+        what each slot reads, ``(B, S, H, d)`` in the value's dtype, and what :func:`moved` needs.
+    """
+    share = value.shape[2] // key.shape[2]
+    keys, queries = (x.float().transpose(1, 2).repeat_interleave(share, 1) for x in (key, query))  # (B, H, S, E)
+    values, state = value.float().transpose(1, 2), state.float()
+    decays = (sees.float() @ decay.float()).transpose(1, 2)  # (B, H, S)
+    between = decays[..., :, None] - decays[..., None, :]  # (B, H, S, S)
+    between = between.masked_fill(~sees[:, None], -torch.inf).exp()
+    since, rates = decays.exp()[..., None], rate.float().transpose(1, 2)[..., None]
+    # Ones on the diagonal are implied, what stands there is not read.
+    known = rates * between * (keys @ keys.mT)
+    news = torch.linalg.solve_triangular(
+        known, rates * (values - since * (keys @ state)), upper=False, unitriangular=True
+    )
+    read = since * (queries @ state) + (between * (queries @ keys.mT)) @ news
+    return (read * query.shape[-1] ** -0.5).transpose(1, 2).to(value.dtype), Fed(keys, news, decays)
+
+
+def moved(state: Tensor, fed: Fed, path: Tensor, kept: Tensor, last: Tensor) -> Tensor:
+    """A state ``(B, H, E, d)`` after the slots ``path (B, K)`` that are ``kept``, of which ``last (B, 1)`` ends it."""
+    slots = path[:, None].expand(-1, fed.decays.shape[1], -1)  # (B, H, K)
+    end = fed.decays.gather(2, last[:, None].expand(-1, slots.shape[1], -1))
+    end = torch.where(kept.any(1)[:, None, None], end, 0.0)  # (B, H, 1)
+    weights = (end - fed.decays.gather(2, slots)).masked_fill(~kept[:, None], -torch.inf).exp()
+    keys, news = (x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (fed.keys, fed.news))
+    return end.exp()[..., None] * state + (keys * weights[..., None]).mT @ news
 
 
 def window_columns(block: Block, before: int, width: int) -> Tensor:
@@ -153,14 +166,9 @@ def window_columns(block: Block, before: int, width: int) -> Tensor:
     Args:
         before: columns before the block; at least ``width - 1``.
     """
-    rows, size = block.tokens.shape
-    columns = torch.empty(rows, size, width, dtype=torch.long, device=block.tokens.device)
-    row = torch.arange(rows, device=columns.device)
-    columns[:, 0] = torch.arange(before - width + 1, before + 1, device=columns.device)
-    for slot in range(1, size):
-        columns[:, slot, :-1] = columns[row, block.parents[:, slot], 1:]
-        columns[:, slot, -1] = before + slot
-    return columns
+    steps = torch.arange(width - 1, -1, -1, device=block.tokens.device)  # back along the path
+    up = block.depths[..., None] - steps  # (B, S, width) depth of what is read; negative: before the block
+    return before + torch.where(up < 0, up, block.above.gather(2, up.clamp_min(0)))
 
 
 def gather_columns(x: Tensor, columns: Tensor) -> Tensor:
@@ -205,5 +213,5 @@ def delta_rule_layers(model: Any) -> list[int]:
 def _module_of(model: Any) -> ModuleType | None:
     """The one module of Transformers that writes the model's delta rules, if there is one."""
     modules = {sys.modules[type(part).__module__] for part in model.modules() if hasattr(part, "conv1d")}
-    found = [module for module in modules if all(hasattr(module, n) for n in (CONVOLUTION, CHUNK_RULE, STEP_RULE))]
+    found = [module for module in modules if all(hasattr(module, name) for name in (CONVOLUTION, DELTA_RULE))]
     return found[0] if len(found) == 1 else None

@@ -85,7 +85,7 @@ class TreeSession:
         self._block = block = Block.build(roots, trees, self._target.device, least=2 if self._recurrent.numbers else 1)
         self._positions = self._lengths[:, None] + block.depths  # (B, S)
         seen = torch.cat([self._valid[:, None].expand(-1, block.tokens.shape[1], -1), block.sees], -1)[:, None]
-        with self._recurrent.listening(block):
+        with self._recurrent.reading(block):
             self._taps, logits = self._read(
                 block.tokens, attention_mask=self._additive(seen), position_ids=self._positions
             )

@@ -97,43 +97,35 @@ class Block:
 
     What a smaller one lacks is filled up by its root's token again, as further children of the root: read like the others,
     and in no tree.
+
+    Attributes:
+        tokens: ``(B, S)``.
+        depths: ancestors of each slot, ``(B, S)``.
+        above: of each slot the slot of its path at each depth, ``(B, S, depths)``, its own from its own depth on.
+        sees: which slots each slot reads: its ancestors and itself, ``(B, S, S)`` bool.
     """
 
-    tokens: Tensor  # (B, S)
-    parents: Tensor  # (B, S) slots; -1 of the root
-    is_chain: bool
-    """Every slot's parent is the slot before it."""
+    tokens: Tensor
+    depths: Tensor
+    above: Tensor
+    sees: Tensor
 
     @classmethod
     def build(cls, roots: Sequence[int], trees: Sequence[Tree], device: torch.device, least: int = 1) -> "Block":
         """Lay trees out, in ``least`` slots or more."""
         width = max(least, 1 + max(map(len, trees)))
-        is_chain = all(parent == node - 1 for tree in trees for node, parent in enumerate(tree.parents))
-        tokens, parents = [], []
+        tokens, paths = [], []
         for root, tree in zip(roots, trees, strict=True):
-            missing = width - 1 - len(tree)
-            tokens.append([root, *tree.tokens] + [root] * missing)
-            # Behind a chain what fills up goes on with it, so that all rows stay chains.
-            filled = range(len(tree), width - 1) if is_chain else [0] * missing
-            parents.append([-1, *(parent + 1 for parent in tree.parents), *filled])
-        return cls(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), is_chain)
-
-    @cached_property
-    def depths(self) -> Tensor:
-        """Ancestors of each slot, ``(B, S)``."""
-        return self.sees.sum(-1) - 1
-
-    @cached_property
-    def sees(self) -> Tensor:
-        """Which slots each slot reads: its ancestors and itself, ``(B, S, S)`` bool."""
-        rows, size = self.tokens.shape
-        if self.is_chain:
-            return torch.ones(size, size, dtype=torch.bool, device=self.tokens.device).tril().expand(rows, -1, -1)
-        sees = torch.eye(size, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
-        row = torch.arange(rows, device=self.tokens.device)
-        for slot in range(1, size):
-            sees[:, slot] |= sees[row, self.parents[:, slot]]
-        return sees
+            tokens.append([root, *tree.tokens] + [root] * (width - 1 - len(tree)))
+            path = [[0]]
+            for slot, parent in enumerate([*tree.parents] + [-1] * (width - 1 - len(tree)), start=1):
+                path.append([*path[parent + 1], slot])
+            paths.append(path)
+        deepest = max(len(path) for row in paths for path in row)
+        above = torch.tensor([[path + path[-1:] * (deepest - len(path)) for path in row] for row in paths])
+        depths = torch.tensor([[len(path) - 1 for path in row] for row in paths])
+        sees = torch.zeros(len(paths), width, width, dtype=torch.bool).scatter_(2, above, True)
+        return cls(torch.tensor(tokens, device=device), depths.to(device), above.to(device), sees.to(device))
 
 
 def paths_tensor(paths: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

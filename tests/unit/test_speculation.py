@@ -13,10 +13,12 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from foredraft.speculation.acceptance import Trace, pool
 from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
+from foredraft.speculation.recurrent import delta_rule_on_tree
 from foredraft.speculation.session import ReplaySession, Session, Slots, TreeSession, open_session
 from foredraft.speculation.tree import Block, Tree, best_first, chain
 from foredraft.speculation.verdicts import Sampled, probabilities
@@ -139,6 +141,43 @@ def test_a_rejected_token_leaves_no_trace_in_a_recurrent_state(kind: str) -> Non
     clean = after([3, 4, 5], ReplaySession(target))
     for drafts in ([3, 4, 5], [60, 61, 62]):
         torch.testing.assert_close(after(drafts, TreeSession(target)), clean, rtol=0, atol=1e-4)
+
+
+def test_the_delta_rule_on_a_tree_is_that_of_every_path_token_by_token() -> None:
+    generator = torch.Generator().manual_seed(5)
+    block = Block.build([0, 0], [TREE, chain([1, 2])], torch.device("cpu"))
+    rows, size, groups, heads, key_size, value_size = 2, 6, 2, 4, 8, 12
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    query, key = random(rows, size, groups, key_size), random(rows, size, groups, key_size)
+    value, rate = random(rows, size, heads, value_size), 2 * random(rows, size, heads).sigmoid()
+    decay = -10 * random(rows, size, heads).sigmoid()  # so strong that what is on no path would overflow
+    state = random(rows, heads, key_size, value_size)
+    before = state.clone()
+    outputs, fed = delta_rule_on_tree(query, key, value, decay, rate, state, block.sees, unit=True)
+    assert torch.equal(state, before)
+    for row in range(rows):
+        for slot in range(size):
+            path = block.sees[row, slot].nonzero()[:, 0]
+            plain, after = torch_recurrent_gated_delta_rule(
+                *(x[row, path][None] for x in (query, key, value)),
+                g=decay[row, path][None],
+                beta=rate[row, path][None],
+                initial_state=state[row][None],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )
+            torch.testing.assert_close(outputs[row, slot], plain[0, -1], rtol=1e-4, atol=1e-5)
+            paths = torch.zeros(rows, size, dtype=torch.long)
+            paths[row, : len(path)] = path
+            kept = torch.zeros(rows, size, dtype=torch.bool)
+            kept[row, : len(path)] = True
+            factor, keys, news = fed.along(paths, kept)
+            moved = state * factor + keys.mT @ news
+            torch.testing.assert_close(moved[row], after[0], rtol=1e-4, atol=1e-5)
+            assert torch.equal(moved[1 - row], state[1 - row])  # of which nothing is kept
 
 
 def test_trees_are_laid_out_as_written() -> None:

@@ -14,10 +14,11 @@ Shapes: ``B`` rows, ``S`` slots, ``K`` kept slots, ``C`` channels, ``W`` width o
 key's size, ``d`` a value's.
 """
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +35,7 @@ ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
 
 @dataclass(frozen=True)
 class Fed:
-    """What one layer's delta rule takes in of a block, float32.
+    """What delta rules take in of a block, float32; of all layers one after the other where they are moved.
 
     Attributes:
         keys: ``(B, H, S, E)``.
@@ -45,6 +46,19 @@ class Fed:
     keys: Tensor
     news: Tensor
     decays: Tensor
+
+    def along(self, path: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What moves a state to the end of ``path (B, K)``, of which it follows the slots that are ``kept``.
+
+        Returns:
+            a factor ``(B, H, 1, 1)`` for the state, and ``(B, H, K, E)`` and ``(B, H, K, d)`` whose product is added to it.
+        """
+        slots = path[:, None].expand(-1, self.decays.shape[1], -1)  # (B, H, K)
+        decays = self.decays.gather(2, slots).masked_fill(~kept[:, None], torch.inf)
+        end = decays.amin(-1, keepdim=True)  # decays only grow along a path, downwards
+        end = end.masked_fill(end == torch.inf, 0.0)
+        keys, news = (x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (self.keys, self.news))
+        return end.exp()[..., None], keys * (end - decays).exp()[..., None], news
 
 
 class RecurrentLayers:
@@ -64,20 +78,19 @@ class RecurrentLayers:
             return
         self._columns, self._fed = [], []
         size = block.tokens.shape[1]
+        columns = functools.cache(lambda before, width: window_columns(block, before, width))
 
         def convolution(
             x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
         ) -> Tensor:
             self._columns.append(x)
-            windows = gather_columns(x, window_columns(block, x.shape[-1] - size, weight.shape[-1]))  # (B, C, S, W)
-            summed = (windows.float() * weight[:, None].float()).sum(-1)
+            windows = gather_columns(x, columns(x.shape[-1] - size, weight.shape[-1]))  # (B, C, S, W)
+            summed = (windows * weight[:, None].float()).sum(-1)
             return ACTIVATIONS[activation](summed if bias is None else summed + bias[:, None].float()).to(x.dtype)
 
         def delta_rule(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-            before = more["initial_state"]
-            if more.get("use_qk_l2norm_in_kernel"):
-                query, key = normalised(query), normalised(key)
-            output, fed = delta_rule_on_tree(query, key, value, more["g"], more["beta"], before, block.sees)
+            before, unit = more["initial_state"], more.get("use_qk_l2norm_in_kernel", False)
+            output, fed = delta_rule_on_tree(query, key, value, more["g"], more["beta"], before, block.sees, unit)
             self._fed.append(fed)
             return output, before
 
@@ -93,30 +106,35 @@ class RecurrentLayers:
             raise ValueError(f"{len(self.numbers)} recurrent layers, but {len(self._fed)} were heard")
 
     def commit(self, cache: Any, path: Tensor, kept: Tensor) -> None:
-        """Put ``cache`` where it would be had it read, of the block, the slots ``path (B, K)`` that are ``kept`` alone."""
+        """Put ``cache`` where it would be had it read, of the block, the slots ``path (B, K)`` that are ``kept`` alone.
+
+        All layers are of one shape: what is small is done for all of them at once.
+        """
         if self._module is None or not path.shape[1]:
             return
-        count = kept.sum(1, keepdim=True)  # (B, 1)
-        last = path.gather(1, (count - 1).clamp_min(0))
-        for number, columns, fed in zip(self.numbers, self._columns, self._fed, strict=True):
-            layer: Any = cache.layers[number]
-            size, width = fed.keys.shape[2], layer.conv_kernel_size[0]
-            before = columns.shape[-1] - size
-            read = torch.cat([torch.arange(before, device=path.device).expand(len(path), -1), before + path], 1)
-            ends = torch.arange(before - width, before, device=path.device) + count  # (B, width)
-            layer.conv_states[0] = gather_columns(columns, read.gather(1, ends))
-            state = layer.recurrent_states[0]
-            layer.recurrent_states[0] = moved(state.float(), fed, path, kept, last).to(state.dtype)
-
-
-def normalised(x: Tensor) -> Tensor:
-    """Of unit length, as these layers normalise queries and keys: ``(..., E)``, float32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+        layers: list[Any] = [cache.layers[number] for number in self.numbers]
+        rows, size, width = len(path), self._fed[0].keys.shape[2], layers[0].conv_kernel_size[0]
+        before = self._columns[0].shape[-1] - size
+        read = torch.cat([torch.arange(before, device=path.device).expand(rows, -1), before + path], 1)
+        ends = torch.arange(before - width, before, device=path.device) + kept.sum(1, keepdim=True)  # (B, width)
+        path, kept, ends = (x.repeat(len(layers), 1) for x in (path, kept, read.gather(1, ends)))
+        convolved = gather_columns(torch.cat(self._columns), ends).split(rows)
+        fed = Fed(*(torch.cat([getattr(one, field.name) for one in self._fed]) for field in fields(Fed)))
+        moves = (part.split(rows) for part in fed.along(path, kept))
+        for layer, columns, (factor, keys, news) in zip(layers, convolved, zip(*moves, strict=True), strict=True):
+            layer.conv_states[0] = columns
+            layer.recurrent_states[0] = (layer.recurrent_states[0] * factor).add_(keys.mT @ news)
 
 
 def delta_rule_on_tree(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor, sees: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    sees: Tensor,
+    unit: bool = False,
 ) -> tuple[Tensor, Fed]:
     """The gated delta rule (arXiv 2412.06464) where every slot follows its parent.
 
@@ -127,37 +145,28 @@ def delta_rule_on_tree(
     Args:
         query, key: ``(B, S, G, E)``; each of the ``G`` serves ``H / G`` heads of values one after the other.
         value: ``(B, S, H, d)``.
-        decay, rate: ``(B, S, H)``; decay is a logarithm.
-        state: before the block, ``(B, H, E, d)``; it is left as it is.
+        decay, rate: ``(B, S, H)``; decay is a logarithm, 0 or less.
+        state: before the block, ``(B, H, E, d)`` in float32; it is left as it is.
         sees: which slots each slot follows, and itself, ``(B, S, S)``; parents come first.
+        unit: bring queries and keys to unit length, as these layers do.
 
     Returns:
-        what each slot reads, ``(B, S, H, d)`` in the value's dtype, and what :func:`moved` needs.
+        what each slot reads, ``(B, S, H, d)`` in the value's dtype, and what the block feeds the state.
     """
-    share = value.shape[2] // key.shape[2]
-    keys, queries = (x.float().transpose(1, 2).repeat_interleave(share, 1) for x in (key, query))  # (B, H, S, E)
-    values, state = value.float().transpose(1, 2), state.float()
+    pair = torch.stack([query, key]).float().transpose(2, 3)  # (2, B, G, S, E)
+    if unit:
+        pair = pair * torch.rsqrt(pair.square().sum(-1, keepdim=True) + 1e-6)
+    pair = pair.repeat_interleave(value.shape[2] // key.shape[2], 2)  # (2, B, H, S, E)
+    keys = pair[1]
     decays = (sees.float() @ decay.float()).transpose(1, 2)  # (B, H, S)
-    between = decays[..., :, None] - decays[..., None, :]  # (B, H, S, S)
-    between = between.masked_fill(~sees[:, None], -torch.inf).exp()
-    since, rates = decays.exp()[..., None], rate.float().transpose(1, 2)[..., None]
+    between = (decays[..., :, None] - decays[..., None, :]).masked_fill(~sees[:, None], -torch.inf).exp()
+    queried, known = between * (pair @ keys.mT)  # (B, H, S, S) each
+    recalled, recited = decays.exp()[..., None] * (pair @ state)  # (B, H, S, d) each: what the state says of them
+    rates, values = rate.float().transpose(1, 2)[..., None], value.float().transpose(1, 2)
     # Ones on the diagonal are implied, what stands there is not read.
-    known = rates * between * (keys @ keys.mT)
-    news = torch.linalg.solve_triangular(
-        known, rates * (values - since * (keys @ state)), upper=False, unitriangular=True
-    )
-    read = since * (queries @ state) + (between * (queries @ keys.mT)) @ news
-    return (read * query.shape[-1] ** -0.5).transpose(1, 2).to(value.dtype), Fed(keys, news, decays)
-
-
-def moved(state: Tensor, fed: Fed, path: Tensor, kept: Tensor, last: Tensor) -> Tensor:
-    """A state ``(B, H, E, d)`` after the slots ``path (B, K)`` that are ``kept``, of which ``last (B, 1)`` ends it."""
-    slots = path[:, None].expand(-1, fed.decays.shape[1], -1)  # (B, H, K)
-    end = fed.decays.gather(2, last[:, None].expand(-1, slots.shape[1], -1))
-    end = torch.where(kept.any(1)[:, None, None], end, 0.0)  # (B, H, 1)
-    weights = (end - fed.decays.gather(2, slots)).masked_fill(~kept[:, None], -torch.inf).exp()
-    keys, news = (x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (fed.keys, fed.news))
-    return end.exp()[..., None] * state + (keys * weights[..., None]).mT @ news
+    news = torch.linalg.solve_triangular(rates * known, rates * (values - recited), upper=False, unitriangular=True)
+    read = (recalled + queried @ news) * query.shape[-1] ** -0.5
+    return read.transpose(1, 2).to(value.dtype), Fed(keys, news, decays)
 
 
 def window_columns(block: Block, before: int, width: int) -> Tensor:

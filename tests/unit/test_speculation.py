@@ -212,6 +212,15 @@ def test_the_best_first_tree_is_that_of_all_paths_sorted() -> None:
     assert best_first(logprobs[:, :1], ids[:, :1], 9) == chain(ids[:, 0].tolist())
 
 
+def test_attention_is_not_planned_anew_for_every_length() -> None:
+    target, seen = FrozenTarget(tiny_llama(), TAPS), []
+    target.blocks[0].register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    decode(TreeSession(target), LookupProposer(3, 3), some_prompts(1), 6, [VOCABULARY + 1])
+    greedy(target, some_prompts(1), 6, [VOCABULARY + 1])
+    assert before and set(seen) == {False} and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_the_end_inside_a_block_ends_the_answer() -> None:
     target = FrozenTarget(tiny_llama(), TAPS)
     prompt = some_prompts()[1]

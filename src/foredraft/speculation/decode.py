@@ -2,6 +2,7 @@
 
 import torch
 
+from foredraft.devices import growing_text
 from foredraft.speculation.acceptance import Trace
 from foredraft.speculation.proposers import Proposer
 from foredraft.speculation.session import Session
@@ -9,6 +10,7 @@ from foredraft.speculation.tree import Tree
 from foredraft.speculation.verdicts import Greedy, Verdicts, walk
 
 
+@growing_text()
 @torch.inference_mode()
 def decode(
     session: Session,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from foredraft.devices import growing_text
 from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import Proposer
 from foredraft.speculation.session import open_session
@@ -78,6 +79,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@growing_text()
 @torch.inference_mode()
 def measure_cost(
     target: FrozenTarget,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from foredraft.devices import growing_text
 from foredraft.target.frozen import attends_to_everything
 
 
@@ -38,6 +39,7 @@ def greedy_answers(model: Any, prompts: list[list[int]], max_new_tokens: int, eo
     return batched_answers(model, prompts, max_new_tokens, eos, Sampling())
 
 
+@growing_text()
 @torch.inference_mode()
 def batched_answers(
     model: Any,

@@ -1,10 +1,12 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from foredraft.artifacts import ArtifactError, Manifest, open_artifact, publish
 from foredraft.export.config import ExportConfig
@@ -12,9 +14,13 @@ from foredraft.export.export import export
 from foredraft.layouts.speculators import speculators_config
 from foredraft.layouts.transformers import write_transformers
 from foredraft.layouts.zlab import CONFIG, WEIGHTS, as_stored, read_zlab, shape_from_config, write_zlab, zlab_config
-from foredraft.target.interface import read_interface
+from foredraft.sources.config import FetchConfig
+from foredraft.target.config import TargetConfig
+from foredraft.target.frozen import load_target
+from foredraft.target.interface import read_interface, write_interface
 from tests.builders import keep_interface, make_interface, tiny_frozen
-from tests.conftest import HIDDEN, TAPS, VOCABULARY, tiny_drafter, tiny_shape
+from tests.conftest import DENSE, HIDDEN, LINEAR, TAPS, VOCABULARY, tiny_drafter, tiny_shape
+from tests.tokenizers import make_tokenizer
 
 SLIDING = {"sliding_window": 16, "full_attention_layers": (1,)}
 
@@ -100,6 +106,9 @@ CONTRACT = {
     "layer_id_convention": "after block",
     "thinking": False,
 }
+WORDED = DENSE | {"vocab_size": 768, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+UNTIED = {"tie_word_embeddings": False}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 16}
 FACTS = {"num_layers": 4, "architecture": "LlamaForCausalLM", "tokenizer_size": VOCABULARY - 3}
 
 
@@ -145,6 +154,59 @@ def test_a_head_of_its_own_travels_with_the_drafter(tmp_path: Path) -> None:
         save_file(interface.layers, building / "layers.safetensors")
     export(ExportConfig(layouts=("speculators",)), drafter, tmp_path / "untied", tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out/speculators" / WEIGHTS)["lm_head.weight"], head.bfloat16())
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**WORDED, tie_word_embeddings=True)),
+    "untied": lambda: LlamaForCausalLM(LlamaConfig(**WORDED | UNTIED)),
+    "vision wrapper": lambda: Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=LINEAR | WORDED | UNTIED, vision_config=VISION, **UNTIED)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_checkpoint_is_kept_by_the_target_stage_and_exported_to(tmp_path: Path, kind: str) -> None:
+    """From a folder that Transformers saved, padded past its tokenizer, to the files engines read."""
+    torch.manual_seed(0)
+    model, tokenizer = MODELS[kind](), make_tokenizer("chatml")
+    model.save_pretrained(tmp_path / "checkpoint")
+    tokenizer.save_pretrained(tmp_path / "checkpoint")
+    stored = load_file(tmp_path / "checkpoint/model.safetensors")
+    names = {name for name in stored if name.endswith(("lm_head.weight", "embed_tokens.weight"))}
+    assert (len(names) == 1) == (kind == "tied")
+    assert any(name.startswith("model.language_model.") for name in names) == (kind == "vision wrapper")
+
+    config = TargetConfig(uri=f"file:{tmp_path / 'checkpoint'}", dtype="float32", thinking=False, kept_layers=1)
+    write_interface(config, FetchConfig(stall_seconds=1, retries=0), tmp_path / "target")
+    interface = read_interface(tmp_path / "target")
+    facts = interface.manifest.facts
+    assert facts["tokenizer_size"] < facts["vocab_rows"] == WORDED["vocab_size"]
+    assert facts["tied"] == (kind == "tied")
+    assert torch.equal(interface.lm_head, model.get_output_embeddings().weight)
+
+    mask = facts["tokenizer_size"]  # a row that no word has
+    drafter = tiny_drafter(1, mask_token_id=mask)
+    shape = drafter.shape.model_copy(update={"vocab_rows": facts["vocab_rows"]})
+    contract = interface.manifest.contract | {
+        "target_layer_ids": list(TAPS),
+        "layer_id_convention": "after block",
+        "block_size": 4,
+        "mask_token_id": mask,
+    }
+    with publish(tmp_path / "drafter", Manifest("drafter", contract=contract, facts={"best": {}})) as building:
+        save_file(drafter.state_dict(), building / "drafter.safetensors")
+        (building / "shape.json").write_text(shape.model_dump_json())
+        ids = torch.arange(20)
+        target = load_target(tmp_path / "checkpoint", config, TAPS, "cpu")
+        with torch.inference_mode():
+            states, _ = target.read(ids[None])
+        save_file({"input_ids": ids, "target_hidden": states[0].bfloat16()}, building / "sample.safetensors")
+    layouts = ("zlab", "speculators", "transformers")
+    export(ExportConfig(layouts=layouts), tmp_path / "drafter", tmp_path / "target", tmp_path / "out")
+    written = load_file(tmp_path / "out/speculators" / WEIGHTS)
+    assert torch.equal(written["lm_head.weight"], interface.lm_head.bfloat16())
+    assert torch.equal(written["embed_tokens.weight"], interface.embed_tokens.bfloat16())
 
 
 @pytest.mark.parametrize("mask_token_id", [0, 1])

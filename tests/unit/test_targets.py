@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from foredraft.features.checks import truth_check
 from foredraft.target.config import TargetConfig
@@ -70,6 +71,19 @@ def test_the_text_part_of_a_vision_wrapper_is_read(tmp_path: Path) -> None:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 16}
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
     check(tmp_path, save(transformers.Qwen3_5ForConditionalGeneration(config), tmp_path))
+
+
+def test_weights_that_a_checkpoint_lacks_are_not_drawn_at_random(tmp_path: Path) -> None:
+    config = save(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, tie_word_embeddings=False)), tmp_path
+    )
+    weights = load_file(tmp_path / "model.safetensors")
+    head = weights.pop("lm_head.weight")
+    for left in ({}, {"language_head.weight": head}, {"lm_head.weight": head[:-1]}):
+        save_file(weights | left, tmp_path / "model.safetensors", {"format": "pt"})
+        names = [name for name in left if name != "lm_head.weight"] or ["none"]
+        with pytest.raises(ValueError, match=rf"right shape for lm_head.weight \(1 in all\).*know: {names[0]}"):
+            load_target(tmp_path, config, layer_ids=(0,), device="cpu")
 
 
 def test_a_checkpoint_keeps_the_types_that_a_stock_load_gives(tmp_path: Path) -> None:

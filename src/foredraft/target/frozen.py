@@ -141,10 +141,25 @@ def attends_to_everything(model: Any) -> bool:
 def load_target(
     folder: Path, config: TargetConfig, layer_ids: Sequence[int], device: str | None = None
 ) -> FrozenTarget:
-    """Load the checkpoint in ``folder`` the stock way: no blanket cast, so ``A_log`` and its kin keep their dtype."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    """Load the checkpoint in ``folder`` the stock way: no blanket cast, so ``A_log`` and its kin keep their dtype.
+
+    Raises:
+        ValueError: the checkpoint lacks weights of the model, or has them in another shape; Transformers would draw them at
+            random and say so in a warning.
+    """
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, loaded = load(
         folder,
         dtype=getattr(torch, config.dtype),
         trust_remote_code=config.trust_remote_code,
+        ignore_mismatched_sizes=True,  # told below, by name
+        output_loading_info=True,
     )
+    lacking = sorted({*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
+    if lacking:
+        unread = ", ".join(sorted(loaded["unexpected_keys"])[:3]) or "none"
+        raise ValueError(
+            f"{folder}: no weights of the right shape for {', '.join(lacking[:3])} ({len(lacking)} in all); "
+            f"names there that {type(model).__name__} does not know: {unread}"
+        )
     return FrozenTarget(model.to(device or default_device()), layer_ids)

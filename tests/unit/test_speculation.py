@@ -1,6 +1,8 @@
 """Whatever is proposed, what comes out is the target's own answer."""
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -304,16 +306,19 @@ def test_200_random_cases_are_greedy_token_for_token(kind: str) -> None:
         size = 2 + int(torch.randint(15, (), generator=generator))
         window = {"sliding_window": 4, "full_attention_layers": (1,)} if case % 3 == 0 else {}
         drafter = tiny_drafter(case, block_size=size, **window)
-        proposer: Proposer = [
-            Guesses(prompt + reference, size, generator),
-            DFlashProposer(drafter, target),
-            DFlashProposer(drafter, target, budget=size),
-            LookupProposer(size - 1, 3),
+        make: Callable[[], Proposer] = [
+            partial(Guesses, prompt + reference, size, generator),
+            partial(DFlashProposer, drafter, target),
+            partial(DFlashProposer, drafter, target, budget=size),
+            partial(LookupProposer, size - 1, 3),
         ][case % 4]
         session = TreeSession(target)
-        (trace,) = decode(session, proposer, [prompt], 20, eos)
+        (trace,) = decode(session, make(), [prompt], 20, eos)
         assert trace.tokens == reference, f"case {case}"
         assert session.passes == 1 + len(trace.steps)
+        if case < 8:
+            (trace,) = decode(ReplaySession(target), make(), [prompt], 20, eos)
+            assert trace.tokens == reference, f"case {case}, replayed"
 
 
 @pytest.mark.parametrize("kind", ["llama", *HYBRIDS])

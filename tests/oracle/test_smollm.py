@@ -157,7 +157,7 @@ def test_zlabs_own_code_loads_the_export_and_agrees(
         assert found[f"tokens.{index}"].tolist() == reference
         assert found[f"steps.{index}"] == steps_of(trained, smollm, prompt, reference)
         ours = our_first_block_logits(trained, smollm, prompt)
-        torch.testing.assert_close(found[f"logits.{index}"], ours, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(found[f"logits.{index}"], ours, rtol=1e-5, atol=1e-4)
 
 
 def test_speculators_own_code_loads_the_export_and_its_conversions_and_agrees(
@@ -171,8 +171,8 @@ def test_speculators_own_code_loads_the_export_and_its_conversions_and_agrees(
     exported = smoke.path / "data/export"
     to_speculators(exported / "zlab", tmp_path / "converted", interface)
     to_zlab(tmp_path / "converted", tmp_path / "back")
-    for name, tensor in load_file(exported / "zlab" / WEIGHTS).items():
-        assert torch.equal(load_file(tmp_path / "back" / WEIGHTS)[name], tensor)
+    for name in (WEIGHTS, CONFIG):  # so z-lab's own code, which agrees on what was exported, agrees on this
+        assert (tmp_path / "back" / name).read_bytes() == (exported / "zlab" / name).read_bytes()
     python, peer = ROOT / ".peers/speculators/bin/python", ROOT / "tests/oracle/speculators_peer.py"
     for number, folder in enumerate((exported / "speculators", tmp_path / "converted")):
         there = shutil.copytree(folder, tmp_path / f"served-{number}", copy_function=shutil.copyfile)
@@ -183,7 +183,7 @@ def test_speculators_own_code_loads_the_export_and_its_conversions_and_agrees(
         subprocess.run([python, "-W", "ignore", peer, *map(str, arguments)], check=True)
         found = load_file(tmp_path / f"{number}.safetensors")
         assert found["taps"].tolist() == [layer_id + 1 for layer_id in trained.shape.target_layer_ids]
-        torch.testing.assert_close(found["logits"], ours, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(found["logits"], ours, rtol=1e-5, atol=1e-4)
 
 
 def test_transformers_own_loop_loads_the_export_and_agrees(
@@ -219,4 +219,4 @@ def test_transformers_own_loop_loads_the_export_and_agrees(
             noise_embeds=smollm.embeddings(block), context_hidden_states=taps.flatten(2)
         ).last_hidden_state
         logits = smollm.head(hidden[0, 1:])
-    torch.testing.assert_close(logits, our_first_block_logits(trained, smollm, prompts[0]), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(logits, our_first_block_logits(trained, smollm, prompts[0]), rtol=1e-5, atol=1e-4)

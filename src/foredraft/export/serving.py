@@ -15,9 +15,9 @@ from foredraft.artifacts import write_atomic
 BLOCK = re.compile(r"(<!-- begin serving -->\n).*?(<!-- end serving -->)", re.DOTALL)
 KNOWN = {
     "zlab": "z-lab's dflash 0.1.0 loads this layout and gives the same logits and answers (tested); where the target has "
-    "recurrent layers its own loop is not lossless, since rejected drafts stay in their states. vLLM and SGLang are not run by "
-    "the project's tests: compare the accepted length that they log with the figures above. vLLM from before its pull request "
-    "40727 reads the taps one block early, which costs some 3 % and says nothing.",
+    "recurrent layers its own loop is not lossless, since rejected drafts stay in their states. vLLM and SGLang are not run "
+    "by the project's tests: compare the accepted length that they log with the figures above. vLLM from before its pull "
+    "request 40727 reads the taps one block early, which costs some 3 % and says nothing.",
     "speculators": "speculators 0.9.0 loads this layout and gives the same logits (tested). vLLM, which recognises it by "
     "itself, is not run by the project's tests: compare the accepted length that it logs with the figures above.",
     "transformers": "Transformers 5.24 loads this layout and gives the same answers in as many steps (tested). It refuses "

@@ -55,7 +55,7 @@ class Fed:
         """
         slots = path[:, None].expand(-1, self.decays.shape[1], -1)  # (B, H, K)
         decays = self.decays.gather(2, slots).masked_fill(~kept[:, None], torch.inf)
-        end = decays.amin(-1, keepdim=True)  # decays only grow along a path, downwards
+        end = decays.amin(-1, keepdim=True)  # sums fall along a path: the least is its end
         end = end.masked_fill(end == torch.inf, 0.0)
         keys, news = (x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (self.keys, self.news))
         return end.exp()[..., None], keys * (end - decays).exp()[..., None], news

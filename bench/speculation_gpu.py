@@ -5,12 +5,14 @@ usage: python bench/speculation_gpu.py OUT.json [part ...]
 Runs where there is a GPU, PyTorch, Triton and Transformers 5.24 (which may lie in the folder $PEER, with pydantic), and
 flash-linear-attention (in $FLA, both folders with a colon between them). A text model of Qwen3.6-27B's shape and the drafter
 published for it, both at random: costs do not depend on what is said. One prompt of 512 tokens; the plain loop is
-Transformers' own ``generate`` with its cache. ``stock`` does not see $FLA, ``fla`` does; ``exact`` compares answers of a
-small hybrid with the plain loop's; ``floor`` is every matrix product alone, without a gap between them: what an engine
-without any overhead would reach.
+Transformers' own ``generate`` with its cache. ``stock`` does not see $FLA, ``fla`` does. ``floor`` is every matrix product
+alone, without a gap between them: what an engine without any overhead would reach. ``exact`` compares answers of a small
+hybrid with the plain loop's, ``processes`` what ``evaluate`` decodes one by one, in batches, and on all GPUs.
 """
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from bench import parts
 TAPS = (1, 16, 31, 46, 61)
 PROMPT, NEW, BLOCK = 512, 64, 16
 SIZES = (1, 2, 4, 8, 16, 32)
+SMALL_TAPS = (0, 3, 6)
 CASES = 24
 """Prompts that ``exact`` answers, by each proposer."""
 
@@ -116,29 +119,14 @@ def exact() -> dict[str, Any]:
 
     A difference is told with the gap between the two likeliest logits of the target where the answers part.
     """
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
     from foredraft.speculation.decode import decode
     from foredraft.speculation.proposers import DFlashProposer, Proposer
     from foredraft.speculation.session import open_session
     from foredraft.target.frozen import FrozenTarget
     from foredraft.target.generate import greedy_answers
 
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        tie_word_embeddings=False,
-    )
-    target = FrozenTarget(Qwen3_5ForCausalLM(config).cuda().eval().requires_grad_(False), (0, 3, 6))
-    drafter = make_drafter((0, 3, 6), config, torch.float32)
+    target = FrozenTarget(small_hybrid().cuda(), SMALL_TAPS)
+    drafter = make_drafter(SMALL_TAPS, target.model.config, torch.float32)
     generator = torch.Generator().manual_seed(1)
     differences = []
     accepted = {"chain": 0, "tree": 0, "mostly_right": 0}
@@ -159,6 +147,67 @@ def exact() -> dict[str, Any]:
                 best = target.model(read, logits_to_keep=1).logits[0, -1].topk(2).values
                 differences.append({"by": name, "case": case, "margin": float(best[0] - best[1])})
     return {"cases": 3 * CASES, "accepted": accepted, "differences": differences}
+
+
+def small_hybrid() -> Any:
+    """At random, in float32."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        tie_word_embeddings=False,
+    )
+    return Qwen3_5ForCausalLM(config).eval().requires_grad_(False)
+
+
+def processes() -> dict[str, Any]:
+    """What ``evaluate`` decodes of a small hybrid in float32, by its own processes: on one GPU, and on all."""
+    from foredraft.launch import process_count
+    from foredraft.layouts.zlab import as_stored, write_zlab
+    from foredraft.params import load_section
+    from foredraft.sources.config import FetchConfig
+    from foredraft.speculation.config import EvaluateConfig
+    from foredraft.speculation.runs import Job, Prompt, decode_all
+    from foredraft.target.config import TargetConfig
+
+    os.environ["FOREDRAFT_SCRATCH"] = folder = tempfile.mkdtemp()
+    model, profile = small_hybrid(), ROOT / "profiles/smoke.yaml"
+    model.save_pretrained(f"{folder}/target")
+    drafter = make_drafter(SMALL_TAPS, model.config, torch.float32).cpu()
+    write_zlab(Path(folder) / "drafter", drafter.shape, as_stored(drafter.state_dict()), {"format": "pt"})
+    changes = {"max_new_tokens": 48, "tree_budgets": (24,), "dtype": "float32", "speed_prompts": 1}
+    config = load_section(profile, "evaluate", EvaluateConfig).model_copy(update=changes)
+    target = load_section(profile, "target", TargetConfig).model_copy(update={"uri": f"file:{folder}/target"})
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        Prompt("ab"[case % 2], torch.randint(4096, (5 + 7 * case,), generator=generator).tolist())
+        for case in range(CASES)
+    ]
+    gpus, found = process_count(), []
+    for count, batch in ((1, 1), (1, CASES), (gpus, 5)):
+        os.environ["FOREDRAFT_PROCESSES"] = str(count)
+        job = Job(
+            config.model_copy(update={"batch_size": batch}),
+            target,
+            load_section(profile, "fetch", FetchConfig),
+            Path(folder) / "drafter",
+            prompts,
+            [0],
+            Path(folder),
+        )
+        share = decode_all(job)
+        found.append({name: [share.runs[name].traces[n] for n in range(CASES)] for name in share.runs})
+    said = {name: sum(len(trace.tokens) for trace in traces) for name, traces in found[0].items()}
+    return {"gpus": gpus, "prompts": CASES, "tokens": said, "equal": found[0] == found[1] == found[2]}
 
 
 class MostlyRight:
@@ -222,12 +271,13 @@ def fan(tokens: list[int], tree: Any) -> Any:
 
 PARTS: dict[str, parts.Part] = {
     "exact": lambda: {"exact": exact()},
+    "processes": lambda: {"processes": processes()},
     "exact_fla": lambda: {"exact_fla": exact()},
     "floor": lambda: {"floor": floor()},
     "stock": lambda: {"stock": costs()},
     "fla": lambda: {"fla": costs()},
 }
-SEES = {"exact": "PEER", "floor": "PEER", "stock": "PEER", "exact_fla": "FLA", "fla": "FLA"}
+SEES = {"exact": "PEER", "processes": "PEER", "floor": "PEER", "stock": "PEER", "exact_fla": "FLA", "fla": "FLA"}
 
 if __name__ == "__main__":
     parts.run(__file__, PARTS, list(PARTS), {"shape": "Qwen3.6-27B and its drafter, at random"}, SEES)

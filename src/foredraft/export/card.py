@@ -6,7 +6,7 @@ from typing import Any
 from foredraft.artifacts import Manifest, open_artifact, publish
 from foredraft.export.config import CardConfig
 from foredraft.export.serving import KNOWN, commands
-from foredraft.layouts.names import served_name
+from foredraft.layouts.names import UNNAMED, served_name
 
 
 def write_cards(
@@ -45,11 +45,13 @@ def card(
     """The card of one layout, as the hub reads it."""
     target, drafter, settings = served_name(contract["target"]), params["train"]["drafter"], evaluated["settings"]
     served = commands(layout, target, config.name, drafter["block_size"], drafter.get("sliding_window") is not None)
+    told = contract["target"] if target == UNNAMED else target
+    note = f"`{UNNAMED}` is a folder with the target, in Transformers' format.\n\n" if target == UNNAMED else ""
     language = "python" if layout == "transformers" else "bash"
     return f"""{front_matter(config, contract["target"])}
 # {config.name}
 
-A DFlash drafter (arXiv 2602.06036) for `{target}`: it fills a block of {drafter["block_size"] - 1} drafts at once
+A DFlash drafter (arXiv 2602.06036) for `{told}`: it fills a block of {drafter["block_size"] - 1} drafts at once
 from the target's hidden states, and the target verifies them in one step. What is committed is the target's own.
 
 | | |
@@ -68,7 +70,7 @@ Tokens that one step of the target commits, its own included; greedy, {settings[
 
 ## Serving
 
-```{language}
+{note}```{language}
 {served}
 ```
 

@@ -1,7 +1,10 @@
 """What engines call a target."""
 
+UNNAMED = "path/to/target"
+"""A target that lies in a package: who serves it puts it into a folder first."""
+
 
 def served_name(uri: str) -> str:
-    """What engines call a target: the hub's name or the folder in its URI; one in a package must be put into a folder."""
+    """What engines call a target: the hub's name or the folder in its URI, else :data:`UNNAMED`."""
     scheme, _, rest = uri.partition(":")
-    return rest.partition("@")[0] if scheme == "hf" else rest if scheme == "file" else "path/to/target"
+    return rest.partition("@")[0] if scheme == "hf" else rest if scheme == "file" else UNNAMED

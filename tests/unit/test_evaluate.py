@@ -6,20 +6,25 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.drafter.model import Drafter, initialise_random
 from foredraft.layouts.zlab import write_zlab
 from foredraft.params import load_section
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace, interval, report
-from foredraft.speculation.config import EvaluateConfig
+from foredraft.speculation.config import EvaluateConfig, SamplingConfig
 from foredraft.speculation.evaluate import gap
 from foredraft.speculation.overlap import RUN, overlap
 from foredraft.speculation.proposers import LookupProposer
 from foredraft.speculation.runs import Ground, Job, Prompt, decode_all
 from foredraft.speculation.speed import Cost, Timed, compare_clocks, measure_cost, recommend
 from foredraft.speculation.tree import chain
+from foredraft.speculation.verdicts import probabilities
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget
-from tests.conftest import HYBRIDS, ROOT, TAPS, VOCABULARY, tiny_drafter, tiny_llama
+from foredraft.target.generate import Sampling
+from tests.conftest import HYBRIDS, ROOT, TAPS, VOCABULARY, tiny_drafter, tiny_llama, tiny_shape
+
+WORDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def config(**changes: object) -> EvaluateConfig:
@@ -97,6 +102,32 @@ def test_every_run_gives_the_same_whatever_the_batch(kind: str) -> None:
         ]
         found.append({name: ground.decode(name, run, Silent()).traces for name, run in runs.items()})  # type: ignore[arg-type]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_what_a_run_draws_follows_the_target(temperature: float) -> None:
+    """Chi-square over the first two tokens of 8,000 answers, of eight words; drafts are drawn, and half of them taken."""
+    words, answers = 8, 8000
+    target = FrozenTarget(tiny_llama(vocab_size=words, initializer_range=0.3, **WORDLESS), TAPS)
+    drafter = Drafter(tiny_shape().model_copy(update={"vocab_rows": words}))
+    initialise_random(drafter, torch.Generator().manual_seed(0), 0.3)
+    sampled = (SamplingConfig(temperature=temperature, top_p=1.0, top_k=0),)
+    choice = config(batch_size=1000, max_new_tokens=3, tree_budgets=(), dtype="float32", sampled=sampled)
+    ground = Ground(choice, target, drafter.eval().requires_grad_(False), [Prompt("a", [1, 2, 3])] * answers, [99])
+    name = f"temperature_{temperature:g}"
+    traces = ground.decode(name, ground.runs()[name], Silent()).traces  # type: ignore[arg-type]
+    counts = torch.zeros(words, words)
+    for trace in traces.values():
+        counts[trace.tokens[0], trace.tokens[1]] += 1
+    with torch.inference_mode():
+        first = probabilities(target.model(torch.tensor([[1, 2, 3]])).logits[0, -1], Sampling(temperature))
+        read = torch.tensor([[1, 2, 3, word] for word in range(words)])
+        expected = answers * first[:, None] * probabilities(target.model(read).logits[:, -1], Sampling(temperature))
+    common = expected > 5
+    statistic = float(((counts - expected).square() / expected)[common].sum())
+    freedom = int(common.sum()) - 1
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+    assert sum(trace.steps[0][1] for trace in traces.values()) > 0.3 * answers
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from foredraft.speculation.acceptance import Trace, pool
-from foredraft.speculation.decode import decode
+from foredraft.speculation.decode import commit, decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
 from foredraft.speculation.recurrent import delta_rule_on_tree
 from foredraft.speculation.session import ReplaySession, Session, Slots, TreeSession, open_session
@@ -60,6 +60,11 @@ class Scripted(Careless):
 def some_prompts(count: int = 3) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(VOCABULARY, (2 + 3 * i,), generator=generator).tolist() for i in range(count)]
+
+
+def streams(rows: int) -> list[torch.Generator]:
+    """A generator a row."""
+    return [torch.Generator().manual_seed(row) for row in range(rows)]
 
 
 def greedy(target: FrozenTarget, prompts: list[list[int]], new: int, eos: list[int]) -> list[list[int]]:
@@ -262,11 +267,33 @@ def test_figures_of_a_known_trace() -> None:
 
 
 def test_figures_pool_exactly() -> None:
-    traces = [Trace(steps=[(3, i % 4, i % 4 + 1)] * (i + 1)) for i in range(7)]
+    traces = [Trace([0] * (1 + (i + 1) * (i % 4 + 1)), [(3, i % 4, i % 4 + 1)] * (i + 1)) for i in range(7)]
     whole = pool(traces)
     parts = pool(traces[:3]), pool(traces[3:])
     assert whole.tokens == sum(part.tokens for part in parts)
-    assert whole.accepted_at == [sum(pair) for pair in zip(*(part.accepted_at for part in parts), strict=True)]
+    assert whole.accepts == parts[0].accepts + parts[1].accepts and whole.rooms == parts[0].rooms + parts[1].rooms
+
+
+@pytest.mark.parametrize("limit", [6, 40])
+def test_acceptance_by_slot_does_not_depend_on_where_answers_end(limit: int) -> None:
+    """Each draft is right by a coin of its own: the first k by its k-th power, however soon the answer is cut."""
+    coin, tree, generator = 0.8, chain(list(range(7))), torch.Generator().manual_seed(0)
+    traces = []
+    for _ in range(60_000 // limit):
+        trace = Trace([0])
+        while len(trace.tokens) < limit:
+            wrong = (torch.rand(7, generator=generator) >= coin).nonzero()
+            right = int(wrong[0, 0]) if len(wrong) else 7
+            commit(trace, tree, [1] * (right + 1), limit, [])
+        traces.append(trace)
+    found = pool(traces).report()["acceptance_by_slot"]
+    assert found[:5] == pytest.approx([coin**k for k in range(1, 6)], abs=0.02)
+    assert len(found) == 7 and found == sorted(found, reverse=True)
+
+
+def test_what_was_not_drafted_was_not_accepted() -> None:
+    trace = Trace([0] * 9, [(2, 2, 3), (0, 0, 1), (0, 0, 1), (2, 0, 1), (0, 0, 1), (0, 0, 1)])
+    assert pool([trace]).report()["acceptance_by_slot"] == [1 / 6, 1 / 5]
 
 
 class Guesses(Careless):
@@ -415,7 +442,7 @@ def test_sampled_tokens_follow_the_target_whatever_is_drafted(kind: str) -> None
     sampling = Sampling(temperature=0.8)
     prompts = [[row % 50] for row in range(rows)]
     drafter = MarkovDrafter(0.5 * table + guessed, kind)
-    traces = decode(Markov(table), drafter, prompts, tokens, [], Sampled(sampling, list(range(rows))))
+    traces = decode(Markov(table), drafter, prompts, tokens, [], Sampled(sampling, streams(rows)))
     counts = torch.zeros(50, 50)
     for prompt, trace in zip(prompts, traces, strict=True):
         said = torch.tensor(prompt + trace.tokens)
@@ -451,9 +478,9 @@ def test_what_a_row_draws_depends_on_no_other_row() -> None:
     prompts, drafter, sampling = some_prompts(4), tiny_drafter(3), Sampling(1.0, top_p=0.95)
 
     def sampled(rows: list[int]) -> list[Trace]:
-        seeds, own = [100 + row for row in rows], [prompts[row] for row in rows]
-        proposer = DFlashProposer(drafter, target, drawn=sampling, seeds=seeds)
-        return decode(TreeSession(target), proposer, own, 16, [9], Sampled(sampling, seeds))
+        own = [streams(4)[row] for row in rows]
+        proposer = DFlashProposer(drafter, target, drawn=sampling, generators=own)
+        return decode(TreeSession(target), proposer, [prompts[row] for row in rows], 16, [9], Sampled(sampling, own))
 
     together = sampled([0, 1, 2, 3])
     assert [trace for row in (3, 0) for trace in sampled([row])] == [together[3], together[0]]

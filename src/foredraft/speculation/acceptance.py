@@ -1,9 +1,12 @@
 """What was accepted, in sums and counts, so that prompts, batches and ranks pool exactly.
 
 ``tokens_per_step`` counts every token that a target step commits, the bonus token included; ``accepted_per_step`` counts
-accepted drafts alone. A step that reaches the end of the answer commits nothing behind it.
+accepted drafts alone. A step that reaches the end of the answer commits nothing behind it, so it may have no bonus token.
+``acceptance_by_slot`` is free of that: of slot k it counts the steps behind which k tokens more are said, whether or not
+the step got so far.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,36 +43,41 @@ class Acceptance:
 
     prompts: int = 0
     tokens: int = 0
-    target_steps: int = 0
-    accepted: int = 0
-    offered_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    depth: int = 0
+    """Drafts on the longest path that was offered."""
+    accepts: Counter[int] = field(default_factory=Counter)
+    """Steps by the drafts that they accepted."""
+    rooms: Counter[int] = field(default_factory=Counter)
+    """Steps by the tokens that the answer still had behind them."""
 
     def add(self, trace: Trace) -> None:
         """Count one trace."""
         self.prompts += 1
+        said = 1
         for offered, accepted, committed in trace.steps:
-            self.target_steps += 1
             self.tokens += committed
-            self.accepted += accepted
-            for slot in range(offered):
-                if slot >= len(self.offered_at):
-                    self.offered_at.append(0)
-                    self.accepted_at.append(0)
-                self.offered_at[slot] += 1
-                self.accepted_at[slot] += slot < accepted
+            self.depth = max(self.depth, offered)
+            self.accepts[accepted] += 1
+            self.rooms[len(trace.tokens) - said] += 1
+            said += committed
 
     def report(self) -> dict[str, Any]:
         """Named figures; ``acceptance_by_slot[k - 1]`` is the share of steps whose first k drafts were all accepted."""
-        steps = max(1, self.target_steps)
+        steps = self.accepts.total()
+        slots = range(1, self.depth + 1)
         return {
             "prompts": self.prompts,
             "tokens": self.tokens,
-            "target_steps": self.target_steps,
-            "tokens_per_step": self.tokens / steps,
-            "accepted_per_step": self.accepted / steps,
-            "acceptance_by_slot": [a / o for a, o in zip(self.accepted_at, self.offered_at, strict=True)],
+            "target_steps": steps,
+            "tokens_per_step": self.tokens / max(1, steps),
+            "accepted_per_step": sum(accepted * count for accepted, count in self.accepts.items()) / max(1, steps),
+            "acceptance_by_slot": [_from(self.accepts, slot) / max(1, _from(self.rooms, slot)) for slot in slots],
         }
+
+
+def _from(counts: Counter[int], least: int) -> int:
+    """How many were so large, or larger."""
+    return sum(count for size, count in counts.items() if size >= least)
 
 
 def pool(traces: Sequence[Trace]) -> Acceptance:
@@ -89,7 +97,8 @@ def report(traces: Sequence[Trace]) -> dict[str, Any]:
     draft: how many, and the tokens per step of the others.
     """
     found = pool(traces).report()
-    sums = torch.tensor([[trace.committed, len(trace.steps)] for trace in traces if trace.steps], dtype=torch.float64)
+    rows = [[trace.committed, len(trace.steps)] for trace in traces if trace.steps]
+    sums = torch.tensor(rows, dtype=torch.float64).view(-1, 2)
     each = sums[:, 0] / sums[:, 1]
     circling = [periodic_tail(trace.tokens)[0] > 0 for trace in traces]
     others = pool([trace for trace, circles in zip(traces, circling, strict=True) if not circles])

@@ -60,7 +60,5 @@ def commit(trace: Trace, tree: Tree, said: list[int], max_new_tokens: int, eos: 
     new = said[: max_new_tokens - len(trace.tokens)]
     end = next((i for i, token in enumerate(new) if token in eos), len(new))
     new = new[: end + 1]
-    # Where the answer ends inside the block, drafts behind the end were neither right nor wrong.
-    offered = tree.depth if len(new) == len(said) else min(tree.depth, len(new))
-    trace.steps.append((offered, min(len(said) - 1, len(new)), len(new)))
+    trace.steps.append((tree.depth, min(len(said) - 1, len(new)), len(new)))
     trace.tokens += new

@@ -38,7 +38,8 @@ class DFlashProposer:
     Args:
         drafts: on a path; by default as many as the drafter was trained for.
         budget: nodes of a tree of the likeliest drafts; None: a chain of each slot's likeliest.
-        drawn: draw a chain from this distribution of the drafter's, by generators of these ``seeds``, one a row.
+        drawn: draw a chain from this distribution of the drafter's, by these ``generators``, one a row. They may be those
+            that the verdicts draw by, never others of the same seeds: drafts and verdicts must not draw the same numbers.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class DFlashProposer:
         drafts: int | None = None,
         budget: int | None = None,
         drawn: Sampling | None = None,
-        seeds: Sequence[int] = (),
+        generators: Sequence[torch.Generator] = (),
     ):
         self._drafter, self._target = drafter, target
         self._size = 1 + (drafts or drafter.shape.choice.block_size - 1)
         self._budget, self._drawn = budget, drawn
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._generators = list(generators)
         self._context: list[KeysValues] = []
         self._positions = torch.zeros(0)
         self._valid = torch.zeros(0)

@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Run:
-    """One way to decode all prompts: who drafts (by the seeds of a batch's rows, where drawn), and how tokens are taken."""
+    """One way to decode all prompts: who drafts (by a generator a row, where drawn), and how tokens are taken."""
 
     make: Callable[..., Proposer]
     sampling: Sampling | None = None
@@ -148,15 +148,16 @@ class Ground:
         found = Decoded()
         for batch in self.batches:
             session = open_session(self.frozen)
-            seeds = [self.config.seed * 1_000_003 + number for number in batch]
+            # A generator a prompt, which drafts and verdicts draw from in turn.
+            own = [torch.Generator().manual_seed(self.config.seed * 1_000_003 + number) for number in batch]
             proposer, verdicts = (
                 (run.make(), Greedy())
                 if run.sampling is None
-                else (run.make(seeds=seeds), Sampled(run.sampling, seeds))
+                else (run.make(generators=own), Sampled(run.sampling, own))
             )
             traces = decode(session, proposer, self.ids(batch), self.config.max_new_tokens, self.eos, verdicts)
-            own = dict(zip(batch, traces, strict=True))
-            found.add(Decoded(own, session.passes, session.fed, [] if run.sampling else self.margins(own)))
+            said = dict(zip(batch, traces, strict=True))
+            found.add(Decoded(said, session.passes, session.fed, [] if run.sampling else self.margins(said)))
             progress.advance(len(batch), note=name)
         return found
 

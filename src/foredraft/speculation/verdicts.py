@@ -8,6 +8,7 @@ from what ``p`` has more than ``q`` (speculative sampling, arXiv 2211.17192).
 Shapes: ``B`` rows, ``S`` slots, ``V`` vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -80,9 +81,8 @@ class Greedy:
 class Sampled:
     """Tokens drawn from the target's distribution, by a generator for each row: what a row draws depends on no other row."""
 
-    def __init__(self, sampling: Sampling, seeds: list[int]):
-        self._sampling = sampling
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    def __init__(self, sampling: Sampling, generators: Sequence[torch.Generator]):
+        self._sampling, self._generators = sampling, list(generators)
 
     def first(self, logits: Tensor) -> list[int]:  # noqa: D102
         return [self._draw(row, probabilities(own, self._sampling)) for row, own in enumerate(logits)]

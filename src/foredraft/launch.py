@@ -37,7 +37,14 @@ def node_count() -> int:
 
 
 def launch(
-    entry: Callable[[Any], None], job: Any, name: str, scratch: Path, processes: int, nodes: int = 1, restarts: int = 0
+    entry: Callable[[Any], None],
+    job: Any,
+    name: str,
+    scratch: Path,
+    processes: int,
+    nodes: int = 1,
+    restarts: int = 0,
+    again: str = "what is finished is kept: run it again",
 ) -> None:
     """Run ``entry(job)`` in ``processes`` processes of each machine and wait for all; see :func:`place` for who is who.
 
@@ -48,6 +55,7 @@ def launch(
         name: what the work is called, for messages.
         scratch: the work's folder; machines that do the same work share it and meet under its name.
         nodes: machines that take part.
+        again: what someone does whose work was cut off.
 
     Raises:
         ValueError: what a process refused; or one failed and no restart is left, machines did not meet, or the work was told
@@ -82,21 +90,17 @@ def launch(
     try:
         elastic_launch(config, _run_or_refuse)(entry, job, scratch)
     except SignalException as error:
-        raise ValueError(
-            _refused(scratch) or f"{name}: told to stop; what is finished is kept: run it again"
-        ) from error
+        raise ValueError(_refused(scratch) or f"told to stop; {again}") from error
     except ChildFailedError as error:
         if told := _refused(scratch):
             raise ValueError(told) from error
         rank, failure = error.get_first_failure()
         told = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
         last = str(told).strip().splitlines()[-1:] or [f"exit code {failure.exitcode}"]
-        raise ValueError(
-            f"{name}: process {rank} of {nodes * processes} failed ({last[0]}); what is finished is kept: run it again"
-        ) from error
+        raise ValueError(f"process {rank} of {nodes * processes} failed ({last[0]}); {again}") from error
     except (RendezvousError, DistError) as error:
         raise ValueError(
-            f"{name}: {nodes} machines did not meet at {endpoint} ({type(error).__name__}): is the first one there, and do "
+            f"{nodes} machines did not meet at {endpoint} ({type(error).__name__}): is the first one there, and do "
             "all have the same params, code and data?"
         ) from error
     if told := _refused(scratch):

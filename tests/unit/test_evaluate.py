@@ -1,28 +1,33 @@
 """What evaluation says of traces, of seconds, and of drafters that do not keep what they promised."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
+from foredraft.chat.render import UnrenderablePrompt
 from foredraft.drafter.model import Drafter, initialise_random
 from foredraft.layouts.zlab import write_zlab
 from foredraft.params import load_section
+from foredraft.plan.table import main as print_table
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace, interval, report
 from foredraft.speculation.config import EvaluateConfig, SamplingConfig
-from foredraft.speculation.evaluate import gap
+from foredraft.speculation.evaluate import gap, take_prompts
 from foredraft.speculation.overlap import RUN, overlap
-from foredraft.speculation.proposers import LookupProposer
+from foredraft.speculation.proposers import DFlashProposer, LookupProposer
 from foredraft.speculation.runs import Ground, Job, Prompt, decode_all
-from foredraft.speculation.speed import Cost, Timed, compare_clocks, measure_cost, recommend
+from foredraft.speculation.speed import Branching, Cost, Timed, compare_clocks, measure_cost, measure_tree, recommend
 from foredraft.speculation.tree import chain
 from foredraft.speculation.verdicts import probabilities
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import Sampling
-from tests.conftest import HYBRIDS, ROOT, TAPS, VOCABULARY, tiny_drafter, tiny_llama, tiny_shape
+from tests.conftest import DENSE, HYBRIDS, ROOT, TAPS, VOCABULARY, tiny_drafter, tiny_llama, tiny_shape
 
 WORDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -57,10 +62,50 @@ def test_circles_are_counted_apart() -> None:
     assert found["by_prompt"] == {"mean": 2.5, "spread": 1.5}
 
 
+def test_an_answer_that_ends_at_once_has_no_steps_to_report() -> None:
+    found = report([Trace([7])])
+    assert (found["prompts"], found["target_steps"], found["tokens_per_step"]) == (1, 0, 0.0)
+    assert found["interval"] is None and found["by_prompt"] is None and found["acceptance_by_slot"] == []
+
+
+def test_every_way_of_sampling_has_a_name_of_its_own() -> None:
+    asked = [SamplingConfig(temperature=1.0, top_p=p, top_k=k) for p, k in ((1.0, 0), (0.95, 0), (1.0, 20))]
+    assert [one.name for one in asked] == ["temperature_1", "temperature_1_top_p_0.95", "temperature_1_top_k_20"]
+
+
+def test_prompts_that_are_passed_over_are_counted() -> None:
+    class Words:
+        tokens = None
+
+        def prompt_ids(self, messages: list[dict[str, str]], _tools: object) -> list[int]:
+            if messages[0]["content"] == "odd":
+                raise UnrenderablePrompt("odd")
+            return [1] * len(messages[0]["content"].split())
+
+    renderer: Any = Words()
+    renderer.tokens = SimpleNamespace(ids=lambda text: [2] * len(text.split()))
+    rows: Any = [
+        SimpleNamespace(messages=[{"role": "user", "content": content}], tools=None)
+        for content in ("a b", "odd", "a b c d e", "a", "a b c", "odd")
+    ]
+    prompts, left_out = take_prompts({"bench": rows}, renderer, config(prompts=3, max_prompt_tokens=4))
+    assert [(len(prompt.ids), len(prompt.asked)) for prompt in prompts] == [(3, 3), (2, 2), (1, 1)]
+    assert left_out == {"bench": {"too_long": 1, "unrenderable": 1}}
+
+
+def test_figures_of_no_whole_run_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cut.json").write_text('{"pooled": ')
+    (tmp_path / "empty.json").write_text("{}")
+    for name in ("cut.json", "empty.json", "none.json"):
+        with pytest.raises(SystemExit, match="are not the figures of a whole run"):
+            print_table(tmp_path / name, tmp_path / "empty.json")
+
+
 def test_what_is_advised_follows_from_seconds() -> None:
     cost = Cost({1: 1.0, 2: 1.1, 5: 1.4, 9: 3.0}, draft=0.1)
     assert cost.of(3) == pytest.approx(1.2) and cost.of(20) == 3.0
-    found = recommend([0.8, 0.5, 0.1, 0.0], {4: 2.8, 8: 3.0}, cost, plain_seconds=1.0)
+    trees = {4: Branching(2.8, 1.4), 8: Branching(3.0, 3.0)}
+    found = recommend([0.8, 0.5, 0.1, 0.0], trees, cost, plain_seconds=1.0)
     assert found["speed_up_by_drafts"][2] == pytest.approx(2.3 / 1.3)
     assert found["best_drafts"] == 2 and found["best_tree_budget"] == 4
     assert found["break_even_tokens_per_step"] == pytest.approx(1.5)
@@ -185,5 +230,7 @@ def test_clocks_see_both_sides() -> None:
     assert 0 < found["drafter_share"] < 1 and found["seconds_to_first_token"] > 0
     cost = measure_cost(target, LookupProposer(3, 3), [1, 2, 3], (1, 4))
     assert cost.verify.keys() == {1, 4} and min(cost.verify.values()) > 0
+    windows = FrozenTarget(MistralForCausalLM(MistralConfig(**DENSE | {"sliding_window": 4})), TAPS)
+    assert measure_tree(windows, DFlashProposer(tiny_drafter(1), windows, budget=6), [1, 2, 3]) > 0  # replayed
     timed = Timed([3, 1, 2], torch.device("cpu"))
     assert timed.index(1) == 1 and timed.seconds > 0

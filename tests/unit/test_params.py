@@ -64,6 +64,21 @@ def test_profiles_validate() -> None:
         ("_layer_ids: [1, 8", "_layer_ids: [-1, 8", "extract.target_layer_ids"),
         ("  top_k: 16", "  top_k: 1000000", "extract.top_k"),
         ("personal_data: '", "personal_data: '(", "not a regular expression"),
+        ("  layout: zlab", "  layout: transformers", "evaluate.layout"),
+        (
+            "[zlab, speculators, transformers]\n\nevaluate:\n  layout: zlab",
+            "[zlab]\n\nevaluate:\n  layout: speculators",
+            "evaluate.layout = speculators is not among export.layouts",
+        ),
+        (
+            "    head_dim: 64",
+            "    sliding_window: 9\n    full_attention_layers: [1]\n    head_dim: 64",
+            "leave that layout out",
+        ),
+        ("  start: target", "  start: nowhere/at/all", "train.start = nowhere/at/all: .* which is not there"),
+        ("tree_budgets: [4, 8]", "tree_budgets: [4, 4]", "tree_budgets holds one entry twice"),
+        ("temperature: 1.0", "temperature: 1e-30", "evaluate.sampled.0.temperature"),
+        ("    mtbench:", "    speed:", "speed: a benchmark's name"),
     ],
 )
 def test_the_whole_file_is_checked(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -83,6 +83,16 @@ def _joint_faults(path: Path, content: dict[str, Any]) -> list[str]:
         faults.append(f"{path}: train.start = target needs target.kept_layers >= train.drafter.num_layers, got {kept}")
     if content["prepare"]["min_supervised_tokens"] < drafter["block_size"]:
         faults.append(f"{path}: prepare.min_supervised_tokens is less than a block of {drafter['block_size']}")
+    written = {"zlab", *content["export"]["layouts"]}
+    if content["evaluate"]["layout"] not in written:
+        faults.append(f"{path}: evaluate.layout = {content['evaluate']['layout']} is not among export.layouts")
+    if drafter.get("sliding_window") is not None and "transformers" in written:
+        faults.append(
+            f"{path}: export.layouts: transformers cannot say train.drafter.sliding_window; leave that layout out"
+        )
+    start = content["train"]["start"]
+    if start not in {"target", "random"} and not Path(start).is_dir():
+        faults.append(f"{path}: train.start = {start}: target, random, or a folder with a drafter, which is not there")
     return faults
 
 

@@ -8,15 +8,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.benchmarks.config import OTHER_KEYS
+
 COLUMNS = {
     "drafter": "drafter",
     "prompt_lookup": "prompt lookup",
     "random_drafter": "random drafter",
     "greedy": "plain greedy",
 }
-GROUPS = {"pooled", "baselines", "trees", "sampled", "settings", "gap", "overlap", "commit"}
-GROUPS |= {"speed", "costs", "recommendation"}
-"""Keys of the metrics that are no benchmark."""
 
 
 def build_table(metrics: dict[str, Any]) -> Table:
@@ -36,7 +35,7 @@ def build_table(metrics: dict[str, Any]) -> Table:
     columns |= COLUMNS
     for title in columns.values():
         table.add_column(title, justify="right")
-    names = [name for name in metrics if name not in GROUPS]
+    names = [name for name in metrics if name not in OTHER_KEYS]
     for name in [*names, "pooled"]:
         table.add_section() if name == "pooled" else None
         cells = [f"{reports[proposer][name]['tokens_per_step']:.2f}" for proposer in columns]
@@ -67,13 +66,17 @@ def told(metrics: dict[str, Any], trained: dict[str, Any]) -> list[str]:
     if speed := metrics.get("speed"):
         best = max(speed, key=lambda name: speed[name]["speed_up"])
         advice = metrics["recommendation"]
+        drafts, tree = advice["best_drafts"], advice["best_tree_budget"]
+        fastest = f"fastest with {drafts} draft{'s' * (drafts != 1)} (trained with {advice['trained_drafts']})"
+        fastest += f", or a tree of {tree}" if tree else ""
+        if max([*advice["speed_up_by_drafts"].values(), *advice["speed_up_by_tree_budget"].values()]) < 1:
+            fastest = "the plain loop is faster"
         lines += [
             "speed-up over Transformers' own greedy loop, one prompt at a time: "
             + ", ".join(f"{name} {found['speed_up']:.2f}" for name, found in speed.items()),
             f"{best}: {speed[best]['tokens_per_s']:.1f} tokens/s, the first after "
             f"{speed[best]['seconds_to_first_token']:.2f} s, drafting {speed[best]['drafter_share']:.0%} of the time",
-            f"even at {advice['break_even_tokens_per_step']:.2f} tokens per step; fastest with {advice['best_drafts']} "
-            f"drafts (trained with {advice['trained_drafts']}), or a tree of {advice['best_tree_budget']}",
+            f"even at {advice['break_even_tokens_per_step']:.2f} tokens per step; {fastest}",
         ]
     lines.append(
         f"training: {trained['steps']} steps, {trained['anchors_per_second']:.0f} anchors/s, "
@@ -84,11 +87,16 @@ def told(metrics: dict[str, Any], trained: dict[str, Any]) -> list[str]:
 
 def main(evaluate: Path, train: Path) -> None:
     """Print the table and where to look next."""
-    metrics = json.loads(evaluate.read_text(encoding="utf-8"))
-    trained = json.loads(train.read_text(encoding="utf-8"))
+    try:
+        metrics, trained = (json.loads(path.read_text(encoding="utf-8")) for path in (evaluate, train))
+        table, lines = build_table(metrics), told(metrics, trained)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SystemExit(
+            f"Error: {evaluate} and {train} are not the figures of a whole run ({type(error).__name__}: {error}): make repro"
+        ) from None
     console = Console(width=None if sys.stdout.isatty() else 110)
-    console.print(build_table(metrics))
-    for line in told(metrics, trained):
+    console.print(table)
+    for line in lines:
         console.print(line)
     console.print(
         "next: data/export/ holds the drafter for vLLM, SGLang, z-lab and Transformers; "

@@ -1,8 +1,8 @@
 """The ``evaluate`` section."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from foredraft.params import Config
 
@@ -10,10 +10,20 @@ from foredraft.params import Config
 class SamplingConfig(Config):
     """How tokens are drawn, of the target and of the drafter."""
 
-    temperature: float = Field(gt=0)
+    temperature: float = Field(ge=0.01)
     top_p: float = Field(gt=0, le=1)
     top_k: int = Field(ge=0)
     """0: all."""
+
+    @property
+    def name(self) -> str:
+        """In metrics."""
+        kept = [
+            f"{key}_{value:g}"
+            for key, value, all_ in (("top_p", self.top_p, 1), ("top_k", self.top_k, 0))
+            if value != all_
+        ]
+        return "_".join([f"temperature_{self.temperature:g}", *kept])
 
 
 class EvaluateConfig(Config):
@@ -43,3 +53,10 @@ class EvaluateConfig(Config):
     """Fail where accepted drafts per step fall short of those on training's held-out documents by more than this share."""
     seed: int = Field(ge=0, le=1_000_000)
     """Of the random drafter and of what is drawn."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        for key, names in (("sampled", [asked.name for asked in self.sampled]), ("tree_budgets", [*self.tree_budgets])):
+            if len({*names}) < len(names):
+                raise ValueError(f"{key} holds one entry twice")
+        return self

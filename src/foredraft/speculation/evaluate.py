@@ -15,12 +15,13 @@ from foredraft.chat.render import Renderer, UnrenderablePrompt
 from foredraft.conversations.schema import Conversation
 from foredraft.layouts.read import read_drafter_shape
 from foredraft.provenance import commit
+from foredraft.scratch import scratch_root
 from foredraft.sources.config import FetchConfig
 from foredraft.speculation.acceptance import Trace, report
 from foredraft.speculation.config import EvaluateConfig
 from foredraft.speculation.overlap import overlap
 from foredraft.speculation.runs import DRAFTER, Clocked, Job, Prompt, decode_all
-from foredraft.speculation.speed import recommend
+from foredraft.speculation.speed import Branching, recommend
 from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
 from foredraft.target.tokenizer import read_tokenizer
@@ -56,7 +57,7 @@ def evaluate(
     written["target_layer_ids"] = list(shape.target_layer_ids)
     require_same_contract(written, manifest.contract, exported, "dvc repro export")
     _, rows = read_benchmarks(benchmarks)
-    prompts = take_prompts(rows, Renderer(read_tokenizer(interface), target.thinking), config)
+    prompts, left_out = take_prompts(rows, Renderer(read_tokenizer(interface), target.thinking), config)
     seen = overlap(prompts, training_documents(tokens))
 
     job = Job(
@@ -75,10 +76,16 @@ def evaluate(
             }
     plain = by_benchmark(prompts, {number: _plain(answer) for number, answer in share.answers.items()})
     found = assemble(reports, plain, config, target.thinking)
-    found["gap"] = gap(found["pooled"]["accepted_per_step"], manifest.facts["best"]["tokens_per_step"] - 1, config)
     found["overlap"] = seen
+    found["left_out"] = left_out
     if share.clocked:
         found |= advice(share.clocked, reports, config)
+    promised = manifest.facts["best"]["tokens_per_step"] - 1
+    try:
+        found["gap"] = gap(sum(found["pooled"]["acceptance_by_slot"]), promised, config)
+    except ValueError as error:
+        write_json(kept := scratch_root() / "evaluate-failed.json", found)
+        raise ValueError(f"{error}. All figures: {kept}") from None
     write_json(metrics, found)
     write_atomic(plot, acceptance_csv(reports))
 
@@ -103,14 +110,14 @@ def by_benchmark(prompts: list[Prompt], traces: dict[int, Trace]) -> dict[str, A
 
 
 def gap(generated: float, promised: float, config: EvaluateConfig) -> dict[str, float]:
-    """Accepted drafts per step in generation beside those on the training's held-out documents.
+    """Accepted drafts per step in generation, where an answer goes on, beside those on the training's held-out documents.
 
     Raises:
         ValueError: too few; names the usual causes.
     """
     if generated < (1 - config.largest_gap) * promised:
         raise ValueError(
-            f"evaluate: {generated:.2f} accepted drafts per step, where training's held-out documents gave {promised:.2f}: "
+            f"{generated:.2f} accepted drafts per step, where training's held-out documents gave {promised:.2f}: "
             "what is served is not what was trained. Usually: another chat template or thinking mode, benchmarks unlike the "
             "training data, taps or RoPE written otherwise than trained (dvc repro export), or answers that are not the "
             "target's own. Where it is expected raise evaluate.largest_gap"
@@ -122,33 +129,51 @@ def advice(clocked: Clocked, reports: dict[str, dict[str, Any]], config: Evaluat
     """Seconds, and what follows from them for the length of drafts."""
     cost, speed = clocked.cost, clocked.speed
     plain = len(speed) / sum(found["plain_tokens_per_s"] for found in speed.values())
-    trees = {budget: reports[f"tree_{budget}"]["pooled"]["tokens_per_step"] for budget in config.tree_budgets}
-    slots = reports[DRAFTER]["pooled"]["acceptance_by_slot"]
-    costs = {"verify_seconds": cost.verify, "draft_seconds": cost.draft, "plain_seconds_per_token": plain}
-    return {"speed": speed, "costs": costs, "recommendation": recommend(slots, trees, cost, plain)}
+    slots = {name: found["pooled"]["acceptance_by_slot"] for name, found in reports.items()}
+    trees = {
+        budget: Branching(1 + sum(slots[f"tree_{budget}"]), clocked.trees[budget]) for budget in config.tree_budgets
+    }
+    costs = {
+        "verify_seconds": cost.verify,
+        "draft_seconds": cost.draft,
+        "tree_seconds": clocked.trees,
+        "plain_seconds_per_token": plain,
+    }
+    return {"speed": speed, "costs": costs, "recommendation": recommend(slots[DRAFTER], trees, cost, plain)}
 
 
-def take_prompts(rows: dict[str, list[Conversation]], renderer: Renderer, config: EvaluateConfig) -> list[Prompt]:
+def take_prompts(
+    rows: dict[str, list[Conversation]], renderer: Renderer, config: EvaluateConfig
+) -> tuple[list[Prompt], dict[str, dict[str, int]]]:
     """The first usable prompts of each benchmark, longest first so that a batch holds little padding.
+
+    Returns:
+        the prompts, and by benchmark how many were passed over on the way to them, by reason.
 
     Raises:
         ValueError: a benchmark has none.
     """
-    prompts = []
+    prompts, left_out = [], {}
     for benchmark, conversations in rows.items():
         taken: list[Prompt] = []
+        passed = left_out[benchmark] = {"too_long": 0, "unrenderable": 0}
         for conversation in conversations:
+            if len(taken) == config.prompts:
+                break
             try:
                 ids = renderer.prompt_ids(conversation.messages, conversation.tools)
             except UnrenderablePrompt:
+                passed["unrenderable"] += 1
                 continue
-            if len(ids) <= config.max_prompt_tokens and len(taken) < config.prompts:
-                said = (message["content"] for message in conversation.messages if message["role"] == "user")
-                taken.append(Prompt(benchmark, ids, renderer.tokens.ids("\n".join(said))))
+            if len(ids) > config.max_prompt_tokens:
+                passed["too_long"] += 1
+                continue
+            said = (message["content"] for message in conversation.messages if message["role"] == "user")
+            taken.append(Prompt(benchmark, ids, renderer.tokens.ids("\n".join(said))))
         if not taken:
             raise ValueError(f"benchmark {benchmark}: no prompt within evaluate.max_prompt_tokens")
         prompts += taken
-    return sorted(prompts, key=lambda prompt: -len(prompt.ids))
+    return sorted(prompts, key=lambda prompt: -len(prompt.ids)), left_out
 
 
 def assemble(

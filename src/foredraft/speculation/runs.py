@@ -24,7 +24,7 @@ from foredraft.speculation.config import EvaluateConfig
 from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import DFlashProposer, LookupProposer, Proposer
 from foredraft.speculation.session import open_session, reads_trees
-from foredraft.speculation.speed import Cost, compare_clocks, measure_cost
+from foredraft.speculation.speed import Cost, compare_clocks, measure_cost, measure_tree
 from foredraft.speculation.verdicts import Greedy, Sampled
 from foredraft.target.config import TargetConfig
 from foredraft.target.frozen import FrozenTarget, load_target
@@ -80,6 +80,8 @@ class Clocked:
 
     speed: dict[str, dict[str, Any]]
     cost: Cost
+    trees: dict[int, float]
+    """Seconds of a step that reads the drafter's own tree, by its budget."""
 
 
 @dataclass
@@ -122,7 +124,7 @@ class Ground:
         world: int = 1,
     ):
         self.config, self.frozen, self.drafter, self.prompts, self.eos = config, frozen, drafter, prompts, eos
-        size = config.batch_size if reads_trees(frozen) else 1
+        size = min(config.batch_size, -(-len(prompts) // world)) if reads_trees(frozen) else 1
         batches = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
         self.batches = batches[rank::world]
         self.answers: dict[int, list[int]] = {}
@@ -173,15 +175,13 @@ class Ground:
             first = next((i for i, (a, b) in enumerate(zip(trace.tokens, answer, strict=False)) if a != b), None)
             if first is None:
                 if len(trace.tokens) != len(answer):
-                    raise ValueError(
-                        f"evaluate: an output has {len(trace.tokens)} tokens, greedy decoding {len(answer)}"
-                    )
+                    raise ValueError(f"an output has {len(trace.tokens)} tokens, greedy decoding {len(answer)}")
                 continue
             logits = self._logits_behind(number, first)
             margin = float((logits[trace.tokens[first]] - logits[answer[first]]).abs())
             if margin > self.config.near_tie or self.config.dtype == "float32":
                 raise ValueError(
-                    f"evaluate: output differs from greedy decoding at token {first} of a {benchmark} prompt, "
+                    f"an output differs from greedy decoding at token {first} of a {benchmark} prompt, "
                     f"logit margin {margin:.3g}: not lossless"
                 )
             margins.append(margin)
@@ -201,9 +201,11 @@ class Ground:
         for name in sorted({prompt.benchmark for prompt in self.prompts}):
             own = [prompt.ids for prompt in self.prompts if prompt.benchmark == name][: config.speed_prompts]
             speed[name] = compare_clocks(self.frozen, make, own, config.max_new_tokens, self.eos)
-        sizes = sorted({1, 2, self.drafter.shape.choice.block_size, *(1 + budget for budget in config.tree_budgets)})
         longest = max((prompt.ids for prompt in self.prompts), key=len)
-        return Clocked(speed, measure_cost(self.frozen, make(), longest, sizes))
+        block = self.drafter.shape.choice.block_size
+        cost = measure_cost(self.frozen, make(), longest, sorted({1, 2, (2 + block) // 2, block}))
+        budgets = config.tree_budgets
+        return Clocked(speed, cost, {size: measure_tree(self.frozen, make(budget=size), longest) for size in budgets})
 
     def runs(self) -> dict[str, Run]:
         """Everything that is measured, the drafter's chain first; baselines draft as many tokens as it."""
@@ -217,8 +219,7 @@ class Ground:
             runs[f"tree_{budget}"] = Run(partial(DFlashProposer, drafter, frozen, budget=budget))
         for asked in config.sampled:
             sampling = Sampling(**asked.model_dump())
-            name = f"temperature_{sampling.temperature:g}"
-            runs[name] = Run(partial(DFlashProposer, drafter, frozen, drawn=sampling), sampling)
+            runs[asked.name] = Run(partial(DFlashProposer, drafter, frozen, drawn=sampling), sampling)
         return runs | {
             "prompt_lookup": Run(partial(LookupProposer, drafts, config.lookup_ngram)),
             "prompt_lookup_strict": Run(partial(LookupProposer, drafts, config.lookup_ngram, config.lookup_ngram)),
@@ -233,7 +234,7 @@ def decode_all(job: Job) -> Share:
         return decode_share(job)
     with tempfile.TemporaryDirectory() as name:
         job = replace(job, folder=Path(name))
-        launch(decode_launched_share, job, "evaluate", job.folder, processes)
+        launch(decode_launched_share, job, "evaluate", job.folder, processes, again="run it again")
         shares = [pickle.loads((job.folder / str(rank)).read_bytes()) for rank in range(processes)]
     whole: Share = shares[0]
     for share in shares[1:]:

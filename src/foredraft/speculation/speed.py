@@ -16,7 +16,7 @@ import torch
 from foredraft.devices import growing_text
 from foredraft.speculation.decode import decode
 from foredraft.speculation.proposers import Proposer
-from foredraft.speculation.session import open_session
+from foredraft.speculation.session import Session, open_session
 from foredraft.speculation.tree import Tree, chain
 from foredraft.target.frozen import FrozenTarget
 from foredraft.target.generate import greedy_answers
@@ -92,19 +92,31 @@ def measure_cost(
     session, device = open_session(target), target.device
     _, slots = session.prefill([prompt])
     proposer.observe(slots)
-    verify, root = {}, prompt[-1]
+    root = prompt[-1]
     drafts = [seconds_of(lambda: proposer.propose([[*prompt, root]]), device)[1] for _ in range(REPEATS)]
-    for size in sizes:
-        tree, times = shaped(list(range(size - 1))), []
-        for _ in range(REPEATS):
-
-            def step(tree: Tree = tree) -> None:
-                session.verify([root], [tree])
-                session.commit([[0]])
-
-            times.append(seconds_of(step, device)[1])
-        verify[size] = statistics.median(times)
+    verify = {size: _step_seconds(session, root, shaped(list(range(size - 1))), device) for size in sizes}
     return Cost(verify, statistics.median(drafts))
+
+
+@growing_text()
+@torch.inference_mode()
+def measure_tree(target: FrozenTarget, proposer: Proposer, prompt: list[int]) -> float:
+    """Seconds of a step that reads what is drafted behind a prompt: a target that is replayed reads a tree path by path."""
+    session = open_session(target)
+    _, slots = session.prefill([prompt])
+    proposer.observe(slots)
+    (tree,) = proposer.propose([[*prompt, prompt[-1]]])
+    return _step_seconds(session, prompt[-1], tree, target.device)
+
+
+def _step_seconds(session: Session, root: int, tree: Tree, device: torch.device) -> float:
+    """The median of a few."""
+
+    def step() -> None:
+        session.verify([root], [tree])
+        session.commit([[0]])
+
+    return statistics.median(seconds_of(step, device)[1] for _ in range(REPEATS))
 
 
 def compare_clocks(
@@ -137,14 +149,22 @@ def compare_clocks(
     }
 
 
+@dataclass(frozen=True)
+class Branching:
+    """A tree of some budget: tokens that a step commits where the answer goes on, and seconds of reading it."""
+
+    tokens_per_step: float
+    seconds: float
+
+
 def recommend(
-    acceptance_by_slot: list[float], trees: dict[int, float], cost: Cost, plain_seconds: float
+    acceptance_by_slot: list[float], trees: dict[int, Branching], cost: Cost, plain_seconds: float
 ) -> dict[str, Any]:
     """Which draft length, or tree, is expected to be fastest.
 
     Args:
         acceptance_by_slot: share of steps whose first k drafts were all accepted, of the trained block.
-        trees: tokens per step by node budget.
+        trees: by node budget.
         plain_seconds: of a token in the best plain loop.
 
     Returns:
@@ -155,7 +175,7 @@ def recommend(
         for drafts in range(1, len(acceptance_by_slot) + 1)
     }
     by_budget = {
-        budget: tokens * plain_seconds / (cost.of(1 + budget) + cost.draft) for budget, tokens in trees.items()
+        budget: tree.tokens_per_step * plain_seconds / (tree.seconds + cost.draft) for budget, tree in trees.items()
     }
     return {
         "speed_up_by_drafts": expected,

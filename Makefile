@@ -76,9 +76,11 @@ accept: venv  ## STAGE=extract: record that an edit does not change a stage's ou
 push: venv  ## send artefacts and the run cache to the DVC remote
 	$(BIN)/dvc push --run-cache
 
-push-hub: venv  ## REPO=org/name [LAYOUT=zlab] [YES=1]: upload the drafter and its card, with your own login
-	@test -n "$(REPO)" || { echo "Error: say where to, as in: make push-hub REPO=org/name"; exit 1; }
-	@$(BIN)/python -m foredraft.export.hub $(REPO) --layout $(or $(LAYOUT),zlab) $(if $(YES),--yes)
+push-hub: export REPO := $(REPO)
+push-hub: export LAYOUT := $(LAYOUT)
+push-hub: venv  ## REPO=org/name [LAYOUT=zlab] [PRIVATE=1] [YES=1]: upload the drafter and its card, with your own login
+	@test -n "$$REPO" || { echo "Error: say where to, as in: make push-hub REPO=org/name"; exit 1; }
+	@$(BIN)/python -m foredraft.export.hub "$$REPO" --layout "$${LAYOUT:-zlab}" $(if $(YES),--yes) $(if $(PRIVATE),--private)
 
 pull: venv  ## fetch what the next run needs, and run what is out of date
 	$(BIN)/dvc repro --pull --allow-missing

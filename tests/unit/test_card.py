@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, constants
 
 from foredraft.artifacts import Manifest, publish
 from foredraft.export import hub
-from foredraft.export.card import write_cards
+from foredraft.export.card import card, write_cards
 from foredraft.export.config import CardConfig
 from foredraft.export.serving import commands, readme
 from foredraft.layouts.names import served_name
@@ -74,8 +74,43 @@ def test_a_card_has_the_numbers_the_mix_and_the_commands(written: Path) -> None:
     assert "vllm serve org/drafter" in (written / "card/speculators.md").read_text()
 
 
+@pytest.mark.parametrize("uri", ["file:/home/me/private/Foo", "pypi:a==1/b.gguf"])
+def test_a_card_names_no_folder_of_this_machine_and_says_where_the_target_goes(uri: str) -> None:
+    trained = {"documents": 1, "steps": 2, "parameters": 3, "commit": None}
+    evaluated = {"pooled": report(2.0), "settings": {"dtype": "float32"}}
+    evaluated["baselines"] = {"prompt_lookup": {"pooled": report(1.0)}}
+    params = read_params(ROOT / "params.yaml")
+    params["train"]["start"] = "/home/me/warm/drafter"
+    for layout in ("zlab", "speculators", "transformers"):
+        text = card(CARD, params, CONTRACT | {"target": uri}, layout, evaluated, trained)
+        assert "/home/me" not in text and "Commit unknown." in text and "from drafter" in text
+        assert "base_model" not in text and f"`path/to/{'Foo' if 'Foo' in uri else 'target'}` is a folder" in text
+        assert ("verifier.name_or_path" in text) == (layout == "speculators")
+
+
+def test_figures_of_no_whole_run_make_no_card(written: Path) -> None:
+    with pytest.raises(ValueError, match=r"not those of a whole run \(KeyError: 'settings'\)"):
+        write_cards(CARD, read_params(ROOT / "params.yaml"), written / "export", {}, {}, written / "other")
+    assert not (written / "other").exists()
+
+
+@pytest.mark.parametrize("odd", [{"name": "a b"}, {"name": "a'"}, {"name": "$(x)"}, {"licence": "mit\nbase_model: x"}])
+def test_names_that_would_break_a_card_are_refused(odd: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        CardConfig(**{"name": "org/drafter", "licence": None} | odd)  # type: ignore[arg-type]
+
+
+def test_a_card_goes_up_with_its_own_drafter_alone(written: Path) -> None:
+    with publish(written / "later", Manifest("export", contract=CONTRACT, facts={"best": 1})) as folder:
+        (folder / "zlab").mkdir()
+        (folder / "zlab/config.json").write_text("{}")
+    places = ["--exported", str(written / "later"), "--cards", str(written / "card"), "--yes"]
+    told = CliRunner().invoke(hub.main, ["org/d", *places])
+    assert told.exit_code == 1 and "was not written of" in told.output and "dvc repro card" in told.output
+
+
 def test_engines_are_given_the_count_that_they_mean() -> None:
-    vllm, sglang = commands("zlab", "org/target", "org/drafter", 16, windows=True).splitlines()
+    vllm, sglang, _ = commands("zlab", "org/target", "org/drafter", 16, windows=True).splitlines()
     assert '"num_speculative_tokens": 15' in vllm and vllm.startswith("VLLM_USE_V2_MODEL_RUNNER=1 ")
     assert sglang.endswith("--speculative-num-draft-tokens 16")
     assert [served_name(uri) for uri in ("hf:a/b@c", "file:x/y", "pypi:a==1/b")] == ["a/b", "x/y", "path/to/target"]

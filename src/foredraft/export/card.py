@@ -6,7 +6,7 @@ from typing import Any
 from foredraft.artifacts import Manifest, open_artifact, publish
 from foredraft.export.config import CardConfig
 from foredraft.export.serving import KNOWN, commands
-from foredraft.layouts.names import UNNAMED, served_name
+from foredraft.layouts.names import served_name
 
 
 def write_cards(
@@ -25,12 +25,17 @@ def write_cards(
 
     Raises:
         ArtifactError: the export is missing or damaged.
+        ValueError: the figures are not those of a whole run.
     """
     manifest = open_artifact(exported, "export", "dvc repro export")
     layouts = sorted({name.partition("/")[0] for name in manifest.files})
-    with publish(out, Manifest("card", contract=manifest.contract)) as folder:
+    with publish(out, Manifest("card", contract=manifest.contract, facts={"export": manifest.fingerprint})) as folder:
         for layout in layouts:
-            text = card(config, params, manifest.contract, layout, evaluated, trained)
+            try:
+                text = card(config, params, manifest.contract, layout, evaluated, trained)
+            except (KeyError, TypeError, AttributeError) as error:
+                told = f"{type(error).__name__}: {error}"
+                raise ValueError(f"the metrics are not those of a whole run ({told}): dvc repro evaluate") from error
             (folder / f"{layout}.md").write_text(text, encoding="utf-8")
 
 
@@ -43,20 +48,21 @@ def card(
     trained: dict[str, Any],
 ) -> str:
     """The card of one layout, as the hub reads it."""
-    target, drafter, settings = served_name(contract["target"]), params["train"]["drafter"], evaluated["settings"]
+    target, drafter, settings = public_name(contract["target"]), params["train"]["drafter"], evaluated["settings"]
     served = commands(layout, target, config.name, drafter["block_size"], drafter.get("sliding_window") is not None)
-    told = contract["target"] if target == UNNAMED else target
-    note = f"`{UNNAMED}` is a folder with the target, in Transformers' format.\n\n" if target == UNNAMED else ""
+    # A folder on this machine is nobody else's business.
+    told = target if contract["target"].startswith("file:") else contract["target"]
+    title, commit = told.partition("@")[0].removeprefix("hf:"), trained["commit"] or "unknown"
     language = "python" if layout == "transformers" else "bash"
     return f"""{front_matter(config, contract["target"])}
 # {config.name}
 
-A DFlash drafter (arXiv 2602.06036) for `{told}`: it fills a block of {drafter["block_size"] - 1} drafts at once
+A DFlash drafter (arXiv 2602.06036) for `{title}`: it fills a block of {drafter["block_size"] - 1} drafts at once
 from the target's hidden states, and the target verifies them in one step. What is committed is the target's own.
 
 | | |
 |---|---|
-| target | `{contract["target"]}`, digest `{contract["target_digest"][:16]}` |
+| target | `{told}`, digest `{contract["target_digest"][:16]}` |
 | thinking mode | {"on" if contract["thinking"] else "off"} |
 | taps | {", ".join(map(str, contract["target_layer_ids"]))} (residual stream after these 0-based blocks) |
 | mask token | {contract["mask_token_id"]} |
@@ -70,7 +76,7 @@ Tokens that one step of the target commits, its own included; greedy, {settings[
 
 ## Serving
 
-{note}```{language}
+{note(layout, target, contract["target"])}```{language}
 {served}
 ```
 
@@ -78,12 +84,27 @@ Tokens that one step of the target commits, its own included; greedy, {settings[
 
 ## Training
 
-{trained["documents"]} documents, {trained["steps"]} steps; {recipe(params["train"])}. Commit `{trained["commit"]}`.
+{trained["documents"]} documents, {trained["steps"]} steps; {recipe(params["train"])}. Commit {commit}.
 
 | source | kind | licence | answers |
 |---|---|---|---|
 {sources(params["sources"], contract["response_origin"])}
 """
+
+
+def public_name(uri: str) -> str:
+    """What the card calls a target: a hub's name, or a folder of the reader's."""
+    return f"path/to/{Path(uri).name}" if uri.startswith("file:") else served_name(uri)
+
+
+def note(layout: str, target: str, uri: str) -> str:
+    """What someone must know of the serving commands first."""
+    if uri.startswith("hf:"):
+        return ""
+    told = f"`{target}` is a folder with the target, in Transformers' format."
+    if layout == "speculators":
+        told += " Write yours into `config.json` first: `speculators_config.verifier.name_or_path`."
+    return told + "\n\n"
 
 
 def front_matter(config: CardConfig, uri: str) -> str:
@@ -113,7 +134,8 @@ def recipe(train: dict[str, Any]) -> str:
     terms = ", ".join(f"{name} {loss[name]:g}" for name in ("ce", "kl", "tv") if loss[name])
     weights = f"D-PACE {loss['alpha']:g}" if loss["weights"] == "dpace" else f"decay {loss['gamma']:g}"
     return (
-        f"{train['optimizer']} at {train['lr']:g} ({train['schedule']}), from {train['start']}, {train['epochs']} epochs, "
+        f"{train['optimizer']} at {train['lr']:g} ({train['schedule']}), from {Path(train['start']).name}, "
+        f"{train['epochs']} epochs, "
         f"loss {terms} on {loss['labels'].replace('_', ' ')}, {weights}"
     )
 
@@ -123,5 +145,6 @@ def sources(params: dict[str, Any], origins: dict[str, str]) -> str:
     rows = []
     for name, source in sorted(params.items()):
         answers = {"keep": "as they came"}.get(origins.get(name, ""), "the target's own")
-        rows.append(f"| {name} | {source['kind']} | {source['licence']} | {answers} |")
+        licence = " ".join(source["licence"].replace("|", "\\|").split())
+        rows.append(f"| {name} | {source['kind']} | {licence} | {answers} |")
     return "\n".join(rows)

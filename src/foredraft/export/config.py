@@ -1,6 +1,6 @@
 """The ``export`` section."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ class ExportConfig(Config):
 class CardConfig(Config):
     """The ``card`` section."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)*$")
     """How the drafter is called where it is served from: a folder, or org/name on a hub."""
-    licence: str | None
+    licence: Annotated[str, Field(pattern=r"^[\w.+-]+$")] | None
     """Of the weights, as the hub writes licences; null: the card does not say."""

@@ -1,6 +1,6 @@
 """Put an exported drafter and its card on a hub, with the user's own login.
 
-usage: make push-hub REPO=org/name [LAYOUT=zlab] [YES=1]
+usage: make push-hub REPO=org/name [LAYOUT=zlab] [PRIVATE=1] [YES=1]
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import httpx2
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 
-from foredraft.artifacts import open_artifact
+from foredraft.artifacts import ArtifactError, open_artifact
 from foredraft.command import OneLineCommand
 
 
@@ -19,14 +19,14 @@ def files_of(layout: str, exported: Path, cards: Path) -> dict[str, Path]:
 
     Raises:
         ArtifactError: export or card is missing or damaged.
-        ValueError: the layout was not exported.
+        ValueError: the layout was not exported, or the card is another drafter's.
     """
-    names = [
-        name for name in open_artifact(exported, "export", "dvc repro export").files if name.startswith(f"{layout}/")
-    ]
+    export = open_artifact(exported, "export", "dvc repro export")
+    names = [name for name in export.files if name.startswith(f"{layout}/")]
     if not names:
         raise ValueError(f"{exported} has no layout {layout}: see export.layouts")
-    open_artifact(cards, "card", "dvc repro card")
+    if open_artifact(cards, "card", "dvc repro card").facts.get("export") != export.fingerprint:
+        raise ArtifactError(cards, f"was not written of {exported}", "dvc repro card")
     return {name.removeprefix(f"{layout}/"): exported / name for name in names} | {"README.md": cards / f"{layout}.md"}
 
 
@@ -44,12 +44,17 @@ def main(repo: str, layout: str, exported: Path, cards: Path, private: bool, yes
     click.echo(f"to {api.endpoint}/{repo}:")
     for name, path in sorted(files.items()):
         click.echo(f"  {name:<24} {path.stat().st_size:>15,} bytes   {path}")
+    target = open_artifact(exported, "export", "dvc repro export").contract["target"]
+    if target.startswith("file:"):
+        click.echo(f"these files name a folder of this machine: {target}", err=True)
     if not yes:
         click.confirm("upload?", abort=True)
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in sorted(files.items())]
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         done = api.create_commit(repo, operations, commit_message=f"DFlash drafter, {layout} layout")
+    except httpx2.TransportError as error:
+        raise ValueError(f"{api.endpoint} cannot be reached: {str(error).splitlines()[0]}") from error
     except (httpx2.HTTPError, LocalTokenNotFoundError) as error:
         raise ValueError(f"{api.endpoint}: {str(error).splitlines()[0]} (hf auth login, or HF_TOKEN)") from error
     click.echo(f"uploaded: {done.commit_url}")

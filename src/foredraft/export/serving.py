@@ -34,15 +34,18 @@ def commands(layout: str, target: str, drafter: str, block_size: int, windows: b
         return f"{runner}vllm serve {drafter}"
     if layout == "transformers":
         return (
+            "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer\n\n"
             f'target = AutoModelForCausalLM.from_pretrained("{target}")\n'
-            f'drafter = AutoModel.from_pretrained("{drafter}")\n'
+            f'drafter = AutoModel.from_pretrained("{drafter}", dtype=target.dtype)\n'
+            f'inputs = AutoTokenizer.from_pretrained("{target}")("What is 2 + 2?", return_tensors="pt")\n'
             'target.generate(**inputs, assistant_model=drafter, speculation_type="dflash", do_sample=False)'
         )
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
     return (
         f"{runner}vllm serve {target} --speculative-config '{json.dumps(speculative)}'\n"
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {drafter} --speculative-num-draft-tokens {block_size}"
+        f"--speculative-draft-model-path {drafter} --speculative-num-draft-tokens {block_size}\n"
+        f"dflash generate transformers 'What is 2 + 2?' --model {target} --draft {drafter}"
     )
 
 

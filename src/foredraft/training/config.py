@@ -14,7 +14,7 @@ class TrainConfig(Config):
     drafter: DrafterConfig
     start: str = Field(min_length=1)
     """``random``; ``target``: layers from the target's last ones, ``fc`` a copy of the last tap, norms from the target's;
-    or a folder that holds a drafter of this shape in z-lab's layout."""
+    or a folder that holds a drafter of this shape in z-lab's or speculators' layout."""
     head_rows: Literal["occurring", "full"]
     """Vocabulary rows of the training head: those that occur in the answers, or all. Validation always uses all."""
     float8: Literal["none", "head", "all"]

@@ -157,7 +157,7 @@ def test_conversion_asks_for_the_drafters_own_target(tmp_path: Path, interface: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["dflash_config"].update(conv_kernel_size=4), "dflash_config.conv_kernel_size is 4, and that key is not known"),
+        (lambda c: c["dflash_config"].update(conv_kernel_size=4), "dflash_config.conv_kernel_size is 4, and"),
         (lambda c: c.update(partial_rotary_factor=0.25), "partial_rotary_factor is 0.25"),
         (lambda c: c.update(rope_scaling={"rope_type": "yarn"}), "rope_scaling.rope_type is .yarn"),
         (lambda c: c.update(hidden_act="gelu"), "hidden_act is 'gelu'"),

@@ -183,8 +183,10 @@ def _same_keys(folder: Path, layout: str, trained: DrafterShape, interface: Inte
 
 
 def _same_ends(folder: Path, weights: dict[str, Tensor], interface: Interface) -> None:
+    kind = weights["fc.weight"].dtype
     for name, theirs in zip(ENDS, (interface.embed_tokens, interface.lm_head), strict=True):
-        if name not in weights or not torch.equal(weights[name], theirs.to(weights[name].dtype)):
+        stored = weights.get(name)
+        if stored is None or stored.dtype != kind or not torch.equal(stored, theirs.to(kind)):
             raise ArtifactError(folder, f"{name} is not the target's", BUG)
 
 

@@ -43,21 +43,10 @@ def to_speculators(source: Path, out: Path, interface: Interface) -> None:
     """
     shape = read_shape(source)
     _require_inner_taps(source, shape)
-    facts, contract, metadata = interface.manifest.facts, interface.manifest.contract, METADATA | read_metadata(source)
-    for key, mine, theirs in (
-        ("hidden_size", shape.hidden_size, facts["hidden_size"]),
-        ("vocab_size", shape.vocab_rows, facts["vocab_rows"]),
-        ("num_target_layers", shape.num_target_layers, facts["num_layers"]),
-        (
-            "target_digest",
-            _target_digest(source, metadata) or contract.get("target_digest"),
-            contract.get("target_digest"),
-        ),
-    ):
-        if mine != theirs:
-            raise ArtifactError(source, f"{key} is {mine}, the target's {theirs}", OWN_TARGET)
+    metadata = METADATA | read_metadata(source)
+    _require_own_target(source, shape, metadata, interface)
     weights = read_weights(source, Drafter(shape).state_dict())
-    target = (served_name(contract["target"]), facts["architecture"])
+    target = (served_name(interface.manifest.contract["target"]), interface.manifest.facts["architecture"])
     write_speculators(out, shape, weights, (interface.embed_tokens, interface.lm_head), target, metadata)
 
 
@@ -66,7 +55,7 @@ def to_zlab(source: Path, out: Path, num_target_layers: int | None = None, inter
 
     Args:
         num_target_layers: where the folder does not say.
-        interface: the target, which then must have the embeddings and the head that lie in the folder.
+        interface: the target, which then must be the drafter's own, with the embeddings and the head that lie in the folder.
 
     Raises:
         ArtifactError: the folder is not of that layout, does not say how many layers the target has, has embeddings or a
@@ -74,17 +63,30 @@ def to_zlab(source: Path, out: Path, num_target_layers: int | None = None, inter
     """
     shape = read_speculators_shape(source, num_target_layers)
     _require_inner_taps(source, shape)
+    metadata = {key: value for key, value in (METADATA | read_metadata(source)).items() if key != DEPTH}
     weights, lent = read_speculators_weights(source, Drafter(shape))
     if interface is not None:
+        _require_own_target(source, shape, metadata, interface)
         _require_lent(source, lent, interface)
-    metadata = {key: value for key, value in read_metadata(source).items() if key != DEPTH}
-    write_zlab(out, shape, weights, METADATA | metadata)
+    write_zlab(out, shape, weights, metadata)
 
 
 def _require_inner_taps(source: Path, shape: DrafterShape) -> None:
     if max(shape.target_layer_ids) == shape.num_target_layers - 1:
         told = f"taps the target's last block, {shape.num_target_layers - 1}, which the two layouts read differently"
         raise ArtifactError(source, told, "such a drafter cannot be converted")
+
+
+def _require_own_target(source: Path, shape: DrafterShape, metadata: dict[str, str], interface: Interface) -> None:
+    facts, digest = interface.manifest.facts, interface.manifest.contract.get("target_digest")
+    for key, mine, theirs in (
+        ("hidden_size", shape.hidden_size, facts["hidden_size"]),
+        ("vocab_size", shape.vocab_rows, facts["vocab_rows"]),
+        ("num_target_layers", shape.num_target_layers, facts["num_layers"]),
+        ("target_digest", _target_digest(source, metadata) or digest, digest),
+    ):
+        if mine != theirs:
+            raise ArtifactError(source, f"{key} is {mine}, the target's {theirs}", OWN_TARGET)
 
 
 def _target_digest(source: Path, metadata: dict[str, str]) -> str | None:

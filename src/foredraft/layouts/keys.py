@@ -146,7 +146,7 @@ def one_value(key: str, path: Path, *places: Any) -> Any:
     values = [value for value in places if value is not None]
     if not values:
         raise ArtifactError(path, f"has no {key}", REMEDY)
-    if any(value != values[0] for value in values):
+    if any(value != values[0] for value in values[1:]):
         raise ArtifactError(path, f"holds two values of {key}: {values}", REMEDY)
     return values[0]
 
@@ -166,14 +166,14 @@ def flag(key: str, path: Path, config: dict[str, Any]) -> bool:
     return bool(_checked(key, path, (config.get(key) or False,), "true or false", lambda v: isinstance(v, bool)))
 
 
-def distinct(key: str, path: Path, *places: Any, least: int = 0) -> tuple[int, ...]:
-    """A list of different whole numbers from ``least`` on.
+def distinct(key: str, path: Path, *places: Any, numbers: range) -> tuple[int, ...]:
+    """A list of some of the ``numbers`` of the target's layers, each once.
 
     Raises:
         ArtifactError: as :func:`one_value`; or it is something else.
     """
-    told = f"a list of different whole numbers from {least} on"
-    return tuple(_checked(key, path, places, told, lambda v: _are_distinct(v, least)))
+    told = f"different layers of the target, numbered {numbers.start} to {numbers.stop - 1}"
+    return tuple(_checked(key, path, places, told, lambda v: _are_distinct(v, numbers)))
 
 
 def _checked(key: str, path: Path, places: Collection[Any], told: str, right: Callable[[Any], bool]) -> Any:
@@ -191,13 +191,10 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= LARGEST * LARGEST and math.isfinite(value)
 
 
-def _are_distinct(value: Any, least: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(_is_whole(number, least) for number in value)
-        and len(set(value)) == len(value)
-    )
+def _are_distinct(value: Any, numbers: range) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(number) is int and number in numbers for number in value) and len(set(value)) == len(value)
 
 
 def _in_published_words(text: str) -> str:

@@ -151,15 +151,15 @@ def shape_from_speculators(config: dict[str, Any], folder: Path, num_target_laye
     require_known(layers, path, QWEN3, "transformer_layer_config.")
     block_size = whole("block_size", path, config.get("block_size"))
     require_proposals(section(config, "speculators_config", path), path, block_size)
-    aux = distinct("aux_hidden_state_layer_ids", path, config.get("aux_hidden_state_layer_ids"), least=1)
     if num_target_layers is None:
         raise ArtifactError(path, "does not say how many layers the target has", "give it: --target-layers N")
+    key, numbers = "aux_hidden_state_layer_ids", range(1, num_target_layers + 1)
     shape = shape_from_qwen3(
         layers,
         path,
         block_size=block_size,
         mask_token_id=whole("mask_token_id", path, config.get("mask_token_id"), least=0),
-        target_layer_ids=tuple(number - 1 for number in aux),
+        target_layer_ids=tuple(number - 1 for number in distinct(key, path, config.get(key), numbers=numbers)),
         num_target_layers=num_target_layers,
     )
     require_same_sizes(config, path, shape)

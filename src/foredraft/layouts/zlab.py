@@ -228,7 +228,7 @@ def _require_usable(path: Path, name: str, tensor: Tensor, size: torch.Size) -> 
         raise ArtifactError(path, f"{name} is {tuple(tensor.shape)}, by the config {tuple(size)}", REMEDY)
     if tensor.dtype not in DTYPES:
         told = str(tensor.dtype).removeprefix("torch.") + (
-            ", in which fc overflows" if tensor.dtype == torch.half else ""
+            ", in which drafters overflow" if tensor.dtype == torch.half else ""
         )
         raise ArtifactError(path, f"{name} is in {told}", "take bfloat16 or float32")
     if not bool(tensor.isfinite().all()):
@@ -246,13 +246,14 @@ def shape_from_config(config: dict[str, Any], path: Path) -> DrafterShape:
     require_known(dflash, path, {*TOP, *SIZES}, "dflash_config.")
     require_architecture(config, path)
     both = {key: (config.get(key), dflash.get(key)) for key in TOP}
+    depth = whole("num_target_layers", path, config.get("num_target_layers"))
     shape = shape_from_qwen3(
         config,
         path,
         block_size=whole("block_size", path, *both["block_size"]),
         mask_token_id=whole("mask_token_id", path, *both["mask_token_id"], least=0),
-        target_layer_ids=distinct("target_layer_ids", path, *both["target_layer_ids"]),
-        num_target_layers=whole("num_target_layers", path, config.get("num_target_layers")),
+        target_layer_ids=distinct("target_layer_ids", path, *both["target_layer_ids"], numbers=range(depth)),
+        num_target_layers=depth,
     )
     for where in (config, dflash):
         require_same_sizes(where, path, shape)
@@ -307,9 +308,6 @@ def shape_from_qwen3(
     def read(key: str) -> int:
         return whole(key, path, config.get(key))
 
-    if past := [tap for tap in target_layer_ids if tap >= num_target_layers]:
-        told = f"taps block {past[0]} (counted from 0) of a target of {num_target_layers} layers"
-        raise ArtifactError(path, told, "no such block")
     if mask_token_id >= read("vocab_size"):
         raise ArtifactError(path, f"mask_token_id {mask_token_id} is past the {read('vocab_size')} embeddings", REMEDY)
     kinds = layer_types(config, path)

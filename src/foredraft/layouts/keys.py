@@ -110,9 +110,9 @@ def require_known(config: dict[str, Any], path: Path, read: Collection[str], whe
         if key in read or key in IDLE or value is None or value == {}:
             continue
         if key not in AS_OURS:
-            raise ArtifactError(path, f"{where}{key} is {value!r}, and that key is not known here", OTHER)
+            raise ArtifactError(path, f"{where}{key} is {value!r:.200}, and that key is not known here", OTHER)
         if value != AS_OURS[key]:
-            raise ArtifactError(path, f"{where}{key} is {value!r}, and a drafter here has {AS_OURS[key]!r}", OTHER)
+            raise ArtifactError(path, f"{where}{key} is {value!r:.200}, and a drafter here has {AS_OURS[key]!r}", OTHER)
 
 
 def require_equal_key(config: dict[str, Any], path: Path, key: str, wanted: Any, why: str) -> None:

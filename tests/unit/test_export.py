@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5Config, Qwen3_5Fo
 from foredraft.artifacts import ArtifactError, Manifest, open_artifact, publish
 from foredraft.export.config import ExportConfig
 from foredraft.export.export import export
-from foredraft.layouts.speculators import speculators_config
+from foredraft.layouts import speculators, transformers, zlab
+from foredraft.layouts.speculators import ENDS, speculators_config
 from foredraft.layouts.transformers import write_transformers
 from foredraft.layouts.zlab import CONFIG, WEIGHTS, as_stored, read_zlab, shape_from_config, write_zlab, zlab_config
 from foredraft.sources.config import FetchConfig
@@ -112,7 +113,7 @@ VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2
 FACTS = {"num_layers": 4, "architecture": "LlamaForCausalLM", "tokenizer_size": VOCABULARY - 3}
 
 
-def trained_drafter(folder: Path, **changes: Any) -> tuple[Path, Path]:
+def trained_drafter(folder: Path, taps: tuple[int, ...] = TAPS, **changes: Any) -> tuple[Path, Path]:
     """What ``train`` and ``target`` leave behind: a drafter's artefact, and that of a target padded past its tokenizer."""
     drafter, interface = tiny_drafter(4, **changes), make_interface(tiny_frozen())
     choice = drafter.shape.choice
@@ -123,7 +124,8 @@ def trained_drafter(folder: Path, **changes: Any) -> tuple[Path, Path]:
     facts = {"best": {"step": 1, "tokens_per_step": 1.5}}
     with publish(folder / "drafter", Manifest("drafter", contract=contract, facts=facts)) as building:
         save_file(drafter.state_dict(), building / "drafter.safetensors")
-        (building / "shape.json").write_text(drafter.shape.model_dump_json())
+        shape = drafter.shape.model_copy(update={"target_layer_ids": taps})
+        (building / "shape.json").write_text(shape.model_dump_json())
         states = torch.randn(20, len(TAPS), HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
         save_file({"input_ids": torch.arange(20), "target_hidden": states}, building / "sample.safetensors")
     return folder / "drafter", folder / "target"
@@ -217,6 +219,61 @@ def test_a_mask_token_that_means_something_is_refused(tmp_path: Path, mask_token
     ):
         export(ExportConfig(layouts=("zlab",)), drafter, target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("writer", "changes", "message"),
+    [
+        (zlab, {"num_target_layers": 64}, "reads back as"),
+        (zlab, {"max_window_layers": 0}, "max_window_layers is 0"),
+        (zlab, {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        (speculators, {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        (speculators, {"sliding_window_non_causal": True}, "sliding_window_non_causal is True"),
+        (transformers, {"mask_token_id": 9}, "mask_token_id is 9, expected 5"),
+        (transformers, {"target_layer_ids": [1, 2]}, r"target_layer_ids is \[1, 2\], expected \[0, 2\]"),
+        (transformers, {"block_size": 8}, "block_size is 8, expected 4"),
+        (transformers, {"eos_token_id": 7}, "eos_token_id is 7, expected 1"),
+    ],
+)
+def test_a_config_that_says_something_else_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Any, changes: dict[str, Any], message: str
+) -> None:
+    name = f"{writer.__name__.rpartition('.')[2]}_config"
+    written = getattr(writer, name)
+    monkeypatch.setattr(writer, name, lambda *given: written(*given) | changes)
+    drafter, target = trained_drafter(tmp_path)
+    with pytest.raises(ArtifactError, match=message):
+        export(ExportConfig(layouts=("speculators", "transformers")), drafter, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_embeddings_or_a_head_that_are_not_the_targets_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int
+) -> None:
+    saved = speculators.save_weights
+
+    def other(weights: dict[str, torch.Tensor], *rest: Any) -> None:
+        saved(weights | {ENDS[end]: weights[ENDS[end]] * 3}, *rest)
+
+    monkeypatch.setattr(speculators, "save_weights", other)
+    drafter, target = trained_drafter(tmp_path)
+    with pytest.raises(ArtifactError, match=f"{ENDS[end]} is not the target's"):
+        export(ExportConfig(layouts=("speculators",)), drafter, target, tmp_path / "out")
+
+
+def test_a_tap_on_the_last_block_is_refused(tmp_path: Path) -> None:
+    drafter, target = trained_drafter(tmp_path, taps=(0, 3))
+    with pytest.raises(ValueError, match="^extract.target_layer_ids: 3 is the target's last block"):
+        export(ExportConfig(layouts=("zlab",)), drafter, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_drafters_are_exported_as_equal_bytes(tmp_path: Path) -> None:
+    drafter, target = trained_drafter(tmp_path)
+    for name in ("one", "two"):
+        export(ExportConfig(layouts=("speculators",)), drafter, target, tmp_path / name)
+    assert len({open_artifact(tmp_path / name, "export", "x").fingerprint for name in ("one", "two")}) == 1
 
 
 def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 """Of Qwen3's config class."""
 BUG = "this is a bug"
 TOLERANCE = 1e-4
+UNTIED = {"tie_word_embeddings": False}
 
 
 def check_layouts(
@@ -38,16 +39,21 @@ def check_layouts(
         sample: ``input_ids (T)`` and ``target_hidden (T, L, D)``, as training saw them.
 
     Raises:
-        ArtifactError: a reading has another shape, and names the key; or other logits.
+        ArtifactError: a config says something else, or a reading has another shape, and names the key; or other logits, or
+            other embeddings or another head than the target's.
     """
     wanted = draft_logits(trained, interface, sample)
     for layout in layouts:
+        _same_keys(folder / layout, layout, trained.shape, interface)
         if layout == "transformers":
             _compare(
                 folder / layout, "Transformers", wanted, _by_transformers(folder / layout, trained, interface, sample)
             )
             continue
-        weights = {name: tensor for name, tensor in load_file(folder / layout / WEIGHTS).items() if name not in ENDS}
+        weights = load_file(folder / layout / WEIGHTS)
+        if layout == "speculators":
+            _same_ends(folder / layout, weights, interface)
+        weights = {name: tensor for name, tensor in weights.items() if name not in ENDS}
         for engine, read in READERS[layout].items():
             shape = read(read_config(folder / layout), trained.shape)
             _same_shape(folder / layout, engine, trained.shape, shape)
@@ -147,6 +153,41 @@ def _by_transformers(folder: Path, trained: Drafter, interface: Interface, sampl
         "context_hidden_states": states[None, :-1].flatten(2),
     }
     return F.linear(model(**read).last_hidden_state[0, 1:], interface.lm_head.float())
+
+
+def silent_keys(layout: str, shape: DrafterShape, facts: dict[str, Any]) -> dict[str, Any]:
+    """What a config must say that neither its reading nor the logits show, by key; None: nothing."""
+    choice = shape.choice
+    if layout == "transformers":
+        return {
+            "block_size": choice.block_size,
+            "mask_token_id": choice.mask_token_id,
+            "target_layer_ids": list(shape.target_layer_ids),
+            "layer_types": list(choice.layer_types),
+            "max_position_embeddings": shape.max_position_embeddings,
+            "eos_token_id": facts["eos_token_ids"][0],
+            "pad_token_id": facts["pad_token_id"],
+        }
+    if layout == "speculators":
+        sizes = {"draft_vocab_size": shape.vocab_rows, "target_hidden_size": shape.hidden_size}
+        return UNTIED | sizes | {"sliding_window_non_causal": False, "sample_from_anchor": False}
+    windows = choice.num_layers if choice.sliding_window is None else 0
+    return UNTIED | {"max_window_layers": windows, "is_causal": None, "num_target_layers": shape.num_target_layers}
+
+
+def _same_keys(folder: Path, layout: str, trained: DrafterShape, interface: Interface) -> None:
+    config = read_config(folder)
+    for key, wanted in silent_keys(layout, trained, interface.manifest.facts).items():
+        if config.get(key) != wanted:
+            raise ArtifactError(folder, f"{key} is {config.get(key)!r}, expected {wanted!r}", BUG)
+
+
+def _same_ends(folder: Path, weights: dict[str, Tensor], interface: Interface) -> None:
+    kind = weights["fc.weight"].dtype
+    for name, theirs in zip(ENDS, (interface.embed_tokens, interface.lm_head), strict=True):
+        stored = weights.get(name)
+        if stored is None or stored.dtype != kind or not torch.equal(stored, theirs.to(kind)):
+            raise ArtifactError(folder, f"{name} is not the target's", BUG)
 
 
 def _same_shape(folder: Path, engine: str, trained: DrafterShape, read: DrafterShape) -> None:

@@ -27,12 +27,14 @@ def export(config: ExportConfig, drafter: Path, target: Path, out: Path) -> None
     Raises:
         ArtifactError: an input is missing or damaged, or was made for another target; or what was written is not what was
             trained.
-        ValueError: a layout cannot express the drafter, or the mask token is one that the target uses.
+        ValueError: a layout cannot express the drafter, it taps the target's last block, or the mask token is one that the
+            target uses.
     """
     source = open_artifact(drafter, "drafter", "dvc repro train")
     interface = read_interface(target)
     require_same_contract(interface.manifest.contract, source.contract, drafter, "dvc repro train")
     shape = DrafterShape.model_validate_json((drafter / "shape.json").read_text(encoding="utf-8"))
+    require_inner_taps(shape)
     require_free_mask(shape.choice.mask_token_id, interface.manifest.facts)
     weights = as_stored(load_file(drafter / "drafter.safetensors"))
     sample = load_file(drafter / "sample.safetensors")
@@ -47,11 +49,25 @@ def export(config: ExportConfig, drafter: Path, target: Path, out: Path) -> None
             write_speculators(folder / "speculators", shape, weights, ends, verifier, metadata)
         if "transformers" in layouts:
             write_transformers(folder / "transformers", shape, weights, interface.manifest.facts, metadata)
-        for layout in {"zlab", "speculators"} & set(layouts):
+        for layout in sorted({"zlab", "speculators"} & set(layouts)):
             require_equal(folder / layout, shape, weights)
         trained = Drafter(shape)
         trained.load_state_dict(weights)
         check_layouts(folder, layouts, trained.eval(), interface, sample)
+
+
+def require_inner_taps(shape: DrafterShape) -> None:
+    """Refuse a tap on the target's last block, whose state some engines read after the final norm and others never.
+
+    Raises:
+        ValueError: there is one.
+    """
+    last = shape.num_target_layers - 1
+    if last in shape.target_layer_ids:
+        raise ValueError(
+            f"extract.target_layer_ids: {last} is the target's last block, whose state engines read after the final norm or "
+            f"not at all; take blocks up to {last - 1}"
+        )
 
 
 def require_equal(folder: Path, shape: DrafterShape, weights: dict[str, torch.Tensor]) -> None:

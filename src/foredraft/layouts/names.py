@@ -7,4 +7,5 @@ UNNAMED = "path/to/target"
 def served_name(uri: str) -> str:
     """What engines call a target: the hub's name or the folder in its URI, else :data:`UNNAMED`."""
     scheme, _, rest = uri.partition(":")
-    return rest.partition("@")[0] if scheme == "hf" else rest if scheme == "file" else UNNAMED
+    named = {"hf": rest.partition("@")[0], "file": rest.removeprefix("//")}
+    return named.get(scheme, UNNAMED)

@@ -6,23 +6,47 @@ Nothing is inherited from the target's own rotary settings: the drafter rotates 
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft.artifacts import ArtifactError
 from foredraft.drafter.config import DrafterConfig, DrafterShape
 from foredraft.drafter.model import Drafter
+from foredraft.layouts.keys import (
+    OTHER,
+    QWEN3,
+    REMEDY,
+    distinct,
+    flag,
+    positive,
+    reading,
+    require_equal_key,
+    require_known,
+    section,
+    whole,
+)
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 METADATA = {"format": "pt"}
 """Of the weights, at least: some readers crash on none. Only strings are allowed there."""
-REMEDY = "it is no drafter in this layout; of our own: dvc repro export"
+DTYPES = (torch.bfloat16, torch.float32)
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+"""What drafters of this kind are called; the second is the default of speculators' config class."""
+TOP = frozenset({"block_size", "mask_token_id", "target_layer_ids"})
+"""Keys that stand at the top, in ``dflash_config``, or in both."""
+KINDS = ("full_attention", "sliding_attention")
+DEFAULT_MAX_WINDOW_LAYERS, DEFAULT_WINDOW = 28, 4096
+"""Of Qwen3's config class."""
+LENGTH = 8
+"""Bytes before the header of a safetensors file, which hold its length."""
 
 
 def zlab_config(shape: DrafterShape) -> dict[str, Any]:
@@ -83,9 +107,27 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def save_weights(weights: dict[str, Tensor], folder: Path, metadata: dict[str, str]) -> None:
-    """Write the tensors; views and tied ones cannot be saved, and are copied."""
+    """Write the tensors, equal content to equal bytes; views and tied ones cannot be saved, and are copied."""
     apart = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
-    save_file(apart, folder / WEIGHTS, metadata=metadata)
+    path = folder / WEIGHTS
+    path.touch()
+    mode = path.stat().st_mode  # as the user's umask has it; safetensors lets nobody else read
+    save_file(apart, path, metadata=metadata)
+    path.chmod(mode)
+    _sort_metadata(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the metadata of a safetensors file, which come in random order, in theirs: the same bytes, in the same place."""
+    with path.open("r+b") as stream:
+        length = int.from_bytes(stream.read(LENGTH), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        if len(text) != length:
+            raise ValueError(f"{path}: its header cannot be written anew in {length} bytes")
+        stream.seek(LENGTH)
+        stream.write(text)
 
 
 def dtype_of(weights: dict[str, Tensor]) -> dict[str, str]:
@@ -119,15 +161,44 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of ``config.json``.
 
     Raises:
-        ArtifactError: there is none.
+        ArtifactError: there is none, or something else than a mapping.
     """
+    path = folder / CONFIG
     try:
-        found: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ArtifactError(folder / CONFIG, "does not exist", "a drafter's folder holds config.json") from None
-    except ValueError as error:
-        raise ArtifactError(folder / CONFIG, f"is not JSON: {error}", REMEDY) from None
+        raise ArtifactError(path, "does not exist", "a drafter's folder holds config.json") from None
+    except OSError as error:
+        raise ArtifactError(path, f"cannot be read: {error.strerror}", REMEDY) from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(path, f"is not JSON: {error}", REMEDY) from None
+    if not isinstance(found, dict):
+        raise ArtifactError(path, f"expected a mapping, found {found!r:.40}", REMEDY)
     return found
+
+
+@contextmanager
+def _weights_of(folder: Path) -> Iterator[Path]:
+    """The file with the weights; what is wrong with it becomes one line."""
+    path = folder / WEIGHTS
+    if (folder / f"{WEIGHTS}.index.json").exists():
+        raise ArtifactError(
+            folder, f"is sharded ({WEIGHTS}.index.json)", f"put it into one {WEIGHTS}, without an index"
+        )
+    try:
+        yield path
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(path, f"cannot be read: {error}", REMEDY) from None
+
+
+def read_metadata(folder: Path) -> dict[str, str]:
+    """The metadata of a folder's weights.
+
+    Raises:
+        ArtifactError: the file is missing or damaged.
+    """
+    with _weights_of(folder) as path, safe_open(path, "pt") as stored:
+        return dict(stored.metadata() or {})
 
 
 def read_weights(folder: Path, like: dict[str, Tensor], also: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -135,46 +206,88 @@ def read_weights(folder: Path, like: dict[str, Tensor], also: tuple[str, ...] = 
 
     Args:
         like: names and sizes that they must have.
-        also: names that may be there, and are left out.
+        also: which of these may be missing.
 
     Raises:
-        ArtifactError: the file is missing or damaged; a tensor is missing, unknown, of another size, not finite, or in
-            float16.
+        ArtifactError: the file is missing, damaged or one of several; a tensor is missing, unknown, of another size, not
+            finite, or neither in bfloat16 nor in float32.
     """
-    path = folder / WEIGHTS
-    try:
-        weights = {name: tensor for name, tensor in load_file(path).items() if name not in also}
-    except (FileNotFoundError, SafetensorError) as error:
-        raise ArtifactError(path, f"cannot be read: {error}", REMEDY) from None
-    if weights.keys() != like.keys():
-        missing, unknown = sorted(like.keys() - weights.keys()), sorted(weights.keys() - like.keys())
+    with _weights_of(folder) as path:
+        weights = load_file(path)
+    found = weights.keys() - set(also)
+    if found != like.keys() - set(also):
+        missing, unknown = sorted(like.keys() - set(also) - found), sorted(found - like.keys())
         raise ArtifactError(path, f"missing tensors {missing}, unknown tensors {unknown}", REMEDY)
     for name, tensor in weights.items():
-        if tensor.shape != like[name].shape:
-            sizes = f"{tuple(tensor.shape)}, by the config {tuple(like[name].shape)}"
-            raise ArtifactError(path, f"{name} is {sizes}", REMEDY)
-        if tensor.dtype == torch.float16:
-            raise ArtifactError(path, f"{name} is in float16, in which fc overflows", "take bfloat16 or float32")
-        if not bool(tensor.isfinite().all()):
-            raise ArtifactError(path, f"{name} is not finite", REMEDY)
+        _require_usable(path, name, tensor, like[name].shape)
     return weights
 
 
+def _require_usable(path: Path, name: str, tensor: Tensor, size: torch.Size) -> None:
+    if tensor.shape != size:
+        raise ArtifactError(path, f"{name} is {tuple(tensor.shape)}, by the config {tuple(size)}", REMEDY)
+    if tensor.dtype not in DTYPES:
+        told = str(tensor.dtype).removeprefix("torch.") + (
+            ", in which drafters overflow" if tensor.dtype == torch.half else ""
+        )
+        raise ArtifactError(path, f"{name} is in {told}", "take bfloat16 or float32")
+    if not bool(tensor.isfinite().all()):
+        raise ArtifactError(path, f"{name} is not finite", REMEDY)
+
+
 def shape_from_config(config: dict[str, Any], path: Path) -> DrafterShape:
-    """The shape that a ``config.json`` describes."""
-    dflash = config.get("dflash_config") or {}
-    if odd := sorted(key for key in dflash if key.startswith(("conv_", "selector_"))):
-        raise ArtifactError(path, f"describes a drafter of another kind ({', '.join(odd)})", "none is known here")
-    return shape_from_qwen3(
+    """The shape that a ``config.json`` describes.
+
+    Raises:
+        ArtifactError: as :func:`shape_from_qwen3`.
+    """
+    dflash = section(config, "dflash_config", path)
+    require_known(config, path, {*QWEN3, *TOP, *SIZES, "num_target_layers", "dflash_config"})
+    require_known(dflash, path, {*TOP, *SIZES}, "dflash_config.")
+    require_architecture(config, path)
+    both = {key: (config.get(key), dflash.get(key)) for key in TOP}
+    depth = whole("num_target_layers", path, config.get("num_target_layers"))
+    shape = shape_from_qwen3(
         config,
         path,
-        block_size=one_value("block_size", path, config.get("block_size"), dflash.get("block_size")),
-        mask_token_id=one_value("mask_token_id", path, config.get("mask_token_id"), dflash.get("mask_token_id")),
-        target_layer_ids=tuple(
-            one_value("target_layer_ids", path, config.get("target_layer_ids"), dflash.get("target_layer_ids"))
-        ),
-        num_target_layers=one_value("num_target_layers", path, config.get("num_target_layers")),
+        block_size=whole("block_size", path, *both["block_size"]),
+        mask_token_id=whole("mask_token_id", path, *both["mask_token_id"], least=0),
+        target_layer_ids=distinct("target_layer_ids", path, *both["target_layer_ids"], numbers=range(depth)),
+        num_target_layers=depth,
     )
+    for where in (config, dflash):
+        require_same_sizes(where, path, shape)
+        require_causal_windows(where, path, shape)
+    return shape
+
+
+def require_architecture(config: dict[str, Any], path: Path) -> None:
+    """Refuse a drafter of another class.
+
+    Raises:
+        ArtifactError: names ``architectures``.
+    """
+    found = config.get("architectures") or []
+    if found and (not isinstance(found, list) or any(name not in ARCHITECTURES for name in found)):
+        raise ArtifactError(path, f"architectures is {found!r}, and drafters here are {ARCHITECTURES[0]}", OTHER)
+
+
+SIZES = {"draft_vocab_size": "vocab_size", "target_hidden_size": "hidden_size"}
+"""Sizes that some drafters have apart from the target's."""
+
+
+def require_same_sizes(config: dict[str, Any], path: Path, shape: DrafterShape) -> None:
+    """Refuse a drafter over a part of the vocabulary, or for a target of another width."""
+    wanted = {"vocab_size": shape.vocab_rows, "hidden_size": shape.hidden_size}
+    for key, other in SIZES.items():
+        require_equal_key(config, path, key, wanted[other], f"{other} is")
+
+
+def require_causal_windows(config: dict[str, Any], path: Path, shape: DrafterShape) -> None:
+    """Refuse a drafter whose sliding layers see a block both ways, which in engines ``is_causal`` or ``causal`` decide."""
+    for key in ("is_causal", "causal"):
+        if shape.choice.sliding_window is not None and config.get(key) is not None:
+            raise ArtifactError(path, f"{key} is {config[key]!r}, and sliding layers here are causal in a block", OTHER)
 
 
 def shape_from_qwen3(
@@ -185,65 +298,75 @@ def shape_from_qwen3(
     target_layer_ids: tuple[int, ...],
     num_target_layers: int,
 ) -> DrafterShape:
-    """The shape of the transformer that Qwen3's fields describe.
+    """The shape of the transformer that Qwen3's fields describe; which others there are is the caller's to check.
 
     Raises:
-        ArtifactError: a field is missing, two forms of it differ, or it asks for what no drafter here does.
+        ArtifactError: a field is missing, two forms of it differ, it is no such number, or it asks for what no drafter here
+            does.
     """
 
-    def read(key: str) -> Any:
-        return one_value(key, path, config.get(key))
+    def read(key: str) -> int:
+        return whole(key, path, config.get(key))
 
-    rope = config.get("rope_parameters") or {}
-    layers = read("num_hidden_layers")
-    layer_types = config.get("layer_types") or ["full_attention"] * layers
-    known = {
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (config.get("attention_bias") or False, False),
-        "rope_scaling": (config.get("rope_scaling"), None),
-        "rope_type": (rope.get("rope_type", "default"), "default"),
-        "partial_rotary_factor": (rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0, 1.0),
-        "layer_types": (sorted(set(layer_types) - {"full_attention", "sliding_attention"}), []),
-    }
-    for key, (found, wanted) in known.items():
-        if found != wanted:
-            raise ArtifactError(path, f"{key} is {found!r}, and a drafter here has {wanted!r}", "it cannot be read")
-    full = tuple(i for i, kind in enumerate(layer_types) if kind == "full_attention")
-    sliding = len(full) < len(layer_types)
-    choice = DrafterConfig(
-        num_layers=layers,
-        num_heads=read("num_attention_heads"),
-        num_kv_heads=read("num_key_value_heads"),
-        head_dim=read("head_dim"),
-        ffn_size=read("intermediate_size"),
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        sliding_window=read("sliding_window") if sliding else None,
-        full_attention_layers=full if sliding else None,
-    )
     if mask_token_id >= read("vocab_size"):
         raise ArtifactError(path, f"mask_token_id {mask_token_id} is past the {read('vocab_size')} embeddings", REMEDY)
-    return DrafterShape(
-        choice=choice,
-        hidden_size=read("hidden_size"),
-        vocab_rows=read("vocab_size"),
-        target_layer_ids=target_layer_ids,
-        num_target_layers=num_target_layers,
-        rms_norm_eps=read("rms_norm_eps"),
-        rope_theta=one_value("rope_theta", path, config.get("rope_theta"), rope.get("rope_theta")),
-        max_position_embeddings=read("max_position_embeddings"),
-    )
+    kinds = layer_types(config, path)
+    sliding = "sliding_attention" in kinds
+    with reading(path):
+        choice = DrafterConfig(
+            num_layers=len(kinds),
+            num_heads=read("num_attention_heads"),
+            num_kv_heads=read("num_key_value_heads"),
+            head_dim=read("head_dim"),
+            ffn_size=read("intermediate_size"),
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            sliding_window=read("sliding_window") if sliding else None,
+            full_attention_layers=tuple(i for i, k in enumerate(kinds) if k == "full_attention") if sliding else None,
+        )
+        return DrafterShape(
+            choice=choice,
+            hidden_size=read("hidden_size"),
+            vocab_rows=read("vocab_size"),
+            target_layer_ids=target_layer_ids,
+            num_target_layers=num_target_layers,
+            rms_norm_eps=positive("rms_norm_eps", path, config.get("rms_norm_eps")),
+            rope_theta=rope_theta(config, path),
+            max_position_embeddings=read("max_position_embeddings"),
+        )
 
 
-def one_value(key: str, path: Path, *places: Any) -> Any:
-    """The value that stands in one of these places, or in several alike.
+def layer_types(config: dict[str, Any], path: Path) -> list[str]:
+    """Attention of each layer, as Transformers' ``Qwen3Config`` has it.
 
     Raises:
-        ArtifactError: there is none, or there are two.
+        ArtifactError: not one kind a layer, or of another kind; or the windows that it speaks of are switched off.
     """
-    values = [value for value in places if value is not None]
-    if not values:
-        raise ArtifactError(path, f"has no {key}", REMEDY)
-    if any(value != values[0] for value in values):
-        raise ArtifactError(path, f"holds two values of {key}: {values}", REMEDY)
-    return values[0]
+    count, used = (
+        whole("num_hidden_layers", path, config.get("num_hidden_layers")),
+        flag("use_sliding_window", path, config),
+    )
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = whole("max_window_layers", path, config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS), least=0)
+        slides = used and config.get("sliding_window", DEFAULT_WINDOW) is not None
+        return ["sliding_attention" if slides and layer >= first else "full_attention" for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in KINDS for kind in kinds):
+        told = f"layer_types is {kinds!r}, expected one of {' and '.join(KINDS)} for each of the"
+        raise ArtifactError(path, f"{told} {count} num_hidden_layers", REMEDY)
+    if "sliding_attention" in kinds and not used:
+        told = "layer_types has sliding layers, and use_sliding_window switches them off"
+        raise ArtifactError(path, told, "readers would disagree: make both say the same")
+    return kinds
+
+
+def rope_theta(config: dict[str, Any], path: Path) -> float:
+    """The base of the rotation, wherever it stands.
+
+    Raises:
+        ArtifactError: there is none or there are two; or the rotation is scaled, partial, or of more than one kind.
+    """
+    places = {key: section(config, key, path) for key in ("rope_parameters", "rope_scaling")}
+    for key, rope in places.items():
+        require_known(rope, path, {"rope_theta"}, f"{key}.")
+    return positive("rope_theta", path, config.get("rope_theta"), *(rope.get("rope_theta") for rope in places.values()))

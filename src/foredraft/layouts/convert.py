@@ -106,6 +106,18 @@ def _require_lent(source: Path, lent: dict[str, Tensor], interface: Interface) -
             raise ArtifactError(source / WEIGHTS, told, OWN_TARGET)
 
 
+def _likely_target(source: Path) -> Interface | None:
+    """This project's target, where it may be the drafter's by its sizes; a drafter from elsewhere has another."""
+    if not TARGET.exists():
+        return None
+    interface, layers = read_interface(TARGET), read_config(source).get("transformer_layer_config") or {}
+    sizes = {
+        "hidden_size": interface.manifest.facts["hidden_size"],
+        "vocab_size": interface.manifest.facts["vocab_rows"],
+    }
+    return interface if all(layers.get(key) == size for key, size in sizes.items()) else None
+
+
 @click.command(cls=OneLineCommand)
 @click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
@@ -113,7 +125,7 @@ def _require_lent(source: Path, lent: dict[str, Tensor], interface: Interface) -
     "--target",
     type=click.Path(path_type=Path),
     help=f"Artefact of the drafter's target: its embeddings and head go in, or must be those in SOURCE. [default: {TARGET}; "
-    "towards z-lab's layout only where that exists]",
+    "towards z-lab's layout only where that has the drafter's sizes]",
 )
 @click.option("--target-layers", type=int, help="Of a foreign folder of speculators, which does not say.")
 def main(source: Path, out: Path, target: Path | None, target_layers: int | None) -> None:
@@ -131,8 +143,7 @@ def main(source: Path, out: Path, target: Path | None, target_layers: int | None
 
 def _convert(source: Path, out: Path, target: Path | None, target_layers: int | None) -> None:
     if MARK in read_config(source):
-        there = target or (TARGET if TARGET.exists() else None)
-        return to_zlab(source, out, target_layers, read_interface(there) if there else None)
+        return to_zlab(source, out, target_layers, read_interface(target) if target else _likely_target(source))
     if target_layers is not None:
         told = f"num_target_layers is {read_shape(source).num_target_layers} there"
         raise ArtifactError(source, f"is in z-lab's layout, and {told}", f"leave --target-layers {target_layers} out")

@@ -16,6 +16,7 @@ from foredraft.layouts.read import read_drafter
 from foredraft.layouts.speculators import write_speculators
 from foredraft.layouts.transformers import write_transformers
 from foredraft.layouts.zlab import METADATA, as_stored, write_zlab
+from foredraft.target.frozen import require_inner_taps
 from foredraft.target.interface import read_interface
 
 KEPT = ("target", "target_digest", "target_layer_ids", "layer_id_convention", "block_size", "mask_token_id", "thinking")
@@ -34,7 +35,7 @@ def export(config: ExportConfig, drafter: Path, target: Path, out: Path) -> None
     interface = read_interface(target)
     require_same_contract(interface.manifest.contract, source.contract, drafter, "dvc repro train")
     shape = DrafterShape.model_validate_json((drafter / "shape.json").read_text(encoding="utf-8"))
-    require_inner_taps(shape)
+    require_inner_taps(shape.target_layer_ids, shape.num_target_layers)
     require_free_mask(shape.choice.mask_token_id, interface.manifest.facts)
     weights = as_stored(load_file(drafter / "drafter.safetensors"))
     sample = load_file(drafter / "sample.safetensors")
@@ -54,20 +55,6 @@ def export(config: ExportConfig, drafter: Path, target: Path, out: Path) -> None
         trained = Drafter(shape)
         trained.load_state_dict(weights)
         check_layouts(folder, layouts, trained.eval(), interface, sample)
-
-
-def require_inner_taps(shape: DrafterShape) -> None:
-    """Refuse a tap on the target's last block, whose state some engines read after the final norm and others never.
-
-    Raises:
-        ValueError: there is one.
-    """
-    last = shape.num_target_layers - 1
-    if last in shape.target_layer_ids:
-        raise ValueError(
-            f"extract.target_layer_ids: {last} is the target's last block, whose state engines read after the final norm or "
-            f"not at all; take blocks up to {last - 1}"
-        )
 
 
 def require_equal(folder: Path, shape: DrafterShape, weights: dict[str, torch.Tensor]) -> None:

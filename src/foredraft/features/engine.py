@@ -25,7 +25,7 @@ from foredraft.scratch import Scratch, open_scratch, work_fingerprint
 from foredraft.sources.config import FetchConfig
 from foredraft.target.artifact import open_interface
 from foredraft.target.config import TargetConfig
-from foredraft.target.frozen import FrozenTarget, check_layer_ids, load_target
+from foredraft.target.frozen import FrozenTarget, check_layer_ids, load_target, require_inner_taps
 from foredraft.target.kernels import accelerate, choose_tools, describe
 from foredraft.target.weights import checkpoint_folder
 from foredraft.tokens.shards import open_tokens
@@ -80,13 +80,15 @@ def extract(
         its account, in documents.
 
     Raises:
-        ValueError: taps out of range; the disk is too small; the truth check fails; a state is not finite, or constant.
+        ValueError: taps out of range, or on the last block; the disk is too small; the truth check fails; a state is not
+            finite, or constant.
         ArtifactError: an input is missing, damaged, or of another target.
     """
     source, interface_manifest = open_tokens(tokens, name), open_interface(interface, target)
     require_same_contract(interface_manifest.contract, source.contract, tokens, f"dvc repro prepare@{name}")
     facts = interface_manifest.facts
     check_layer_ids(config.target_layer_ids, facts["num_layers"])
+    require_inner_taps(config.target_layer_ids, facts["num_layers"])
     if join and node_count() == 1:
         raise ValueError("--join helps another machine: set FOREDRAFT_NODES and FOREDRAFT_RENDEZVOUS as there")
     check_tokens(tokens, sorted(source.facts["shards"]), facts["vocab_rows"])

@@ -133,6 +133,19 @@ def check_layer_ids(layer_ids: Sequence[int], layers: int) -> None:
         )
 
 
+def require_inner_taps(ids: Sequence[int], layers: int) -> None:
+    """Refuse a tap on the target's last block, whose state some engines read after the final norm and others never.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if layers - 1 in ids:
+        raise ValueError(
+            f"extract.target_layer_ids: {layers - 1} is the target's last block, whose state engines read after the final "
+            f"norm or not at all; take blocks up to {layers - 2}"
+        )
+
+
 def attends_to_everything(model: Any) -> bool:
     """Whether every layer of the model's cache is plain attention: no window, no recurrent state."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)

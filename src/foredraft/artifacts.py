@@ -85,7 +85,9 @@ class Manifest:
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a manifest ({error!r})") from error
         if manifest.fingerprint != claimed:
-            raise ValueError(f"fingerprint {claimed[:12]} does not match the content ({manifest.fingerprint[:12]})")
+            raise ValueError(
+                f"fingerprint {str(claimed)[:12]} does not match the content ({manifest.fingerprint[:12]})"
+            )
         return manifest
 
 

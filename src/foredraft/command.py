@@ -53,8 +53,10 @@ def _check_before(options: dict[str, Any]) -> None:
     if out := options.get("out"):
         require_replaceable(out)
     for path in filter(None, (options.get(option) for option in WRITTEN)):
-        if path.is_dir() and path != out:
-            raise ValueError(f"{path} is a folder, and a file is to be written there")
+        if path.exists() and not path.is_file() and path != out:
+            raise ValueError(
+                f"{path} {'is a folder, and a file' if path.is_dir() else 'is no file, and one'} is to be written there"
+            )
         above = next(parent for parent in path.absolute().parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise ValueError(f"{path} cannot be written: {above} is {'read-only' if above.is_dir() else 'a file'}")

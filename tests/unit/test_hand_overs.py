@@ -1,5 +1,6 @@
 """What a stage looks at before it works: names, places, contracts, and the tensors it was given."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ def test_names_and_places_are_looked_at_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "'../x' is no name of a source" in run(tmp_path, source="../x")
     assert "is a folder, and a file is to be written there" in run(tmp_path, metrics="folder")
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no file, and one is to be written there" in run(tmp_path, metrics="pipe")
     assert "file is a file" in run(tmp_path, metrics="file/m.json")
     assert not (tmp_path / "out").exists()
 

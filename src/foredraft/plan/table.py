@@ -92,8 +92,8 @@ def main(evaluate: Path, train: Path) -> None:
         table, lines = build_table(metrics), told(metrics, trained)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SystemExit(
-            f"Error: {evaluate} and {train} are not the figures of a whole run ({type(error).__name__}: {error}): make repro, "
-            "or git checkout metrics for those that were committed"
+            f"Error: {evaluate} and {train} are not the figures of a whole run ({type(error).__name__}: {error}): "
+            "make repro, or git checkout metrics for those that were committed"
         ) from None
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)

@@ -223,7 +223,7 @@ def write_prompts(data: Path, each: int, out: Path) -> None:
 
     config = load_section(PARAMS, "evaluate", EvaluateConfig).model_copy(update={"prompts": each})
     renderer = Renderer(read_tokenizer(data / "target"), load_section(PARAMS, "target", TargetConfig).thinking)
-    prompts = take_prompts(read_benchmarks(data / "benchmarks")[1], renderer, config)
+    prompts, _ = take_prompts(read_benchmarks(data / "benchmarks")[1], renderer, config)
     write_json(out, [asdict(prompt) for prompt in prompts])
 
 

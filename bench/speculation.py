@@ -48,7 +48,7 @@ def main() -> None:
     frozen = load_target(folder, target, drafter.shape.target_layer_ids)
     eos = open_interface(data / "target", target).facts["eos_token_ids"]
     _, rows = read_benchmarks(data / "benchmarks")
-    prompts = take_prompts(rows, Renderer(read_tokenizer(data / "target"), target.thinking), config)
+    prompts, _ = take_prompts(rows, Renderer(read_tokenizer(data / "target"), target.thinking), config)
     make = partial(DFlashProposer, drafter, frozen)
 
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sorted(rows)}

@@ -85,7 +85,8 @@ def train_and_decode(
     eos = open_interface(interface).facts["eos_token_ids"]
     evaluating = load_section(PARAMS, "evaluate", EvaluateConfig).model_copy(update={"prompts": PROMPTS})
     renderer = Renderer(read_tokenizer(interface), target.thinking)
-    prompts = [prompt.ids for prompt in take_prompts(read_benchmarks(DATA / "benchmarks")[1], renderer, evaluating)]
+    taken, _ = take_prompts(read_benchmarks(DATA / "benchmarks")[1], renderer, evaluating)
+    prompts = [prompt.ids for prompt in taken]
     traces = []
     for start in range(0, len(prompts), BATCH):
         proposer = DFlashProposer(drafter, frozen)
